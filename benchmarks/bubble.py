@@ -16,13 +16,17 @@ import torch.distributed as dist
 from harness import benchmark, show
 from on_ranks import on_ranks
 
-# Each schedule runs on RANKS ranks. On each rank, the forward pass of a micro-batch takes SECONDS.
+# Each run has a schedule and a number of micro-batches. RANKS ranks run the schedule, and on each
+# rank, the forward pass of a micro-batch takes SECONDS seconds.
 RANKS, SECONDS = 4, 0.4
 RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8)]
 
 
 class Sleep(torch.autograd.Function):
-    """Sleep in the backward pass, and also in the forward pass if `forward_name` is given."""
+    """Return a tensor unchanged, but call `work`, which sleeps, in its backward pass.
+
+    If `forward_name` is given, call `work` in the forward pass, too.
+    """
 
     @staticmethod
     def forward(ctx, tensor, work, forward_name, backward_name):
@@ -34,12 +38,13 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.work(ctx.name)
-        # A stage may send this gradient to another rank, and torch sends only contiguous tensors.
+        # A stage may send this gradient to a different rank, and torch sends only contiguous
+        # tensors.
         return gradient.contiguous(), None, None, None
 
 
 class Stage(torch.nn.Module):
-    """Hold one weight; sleep in each pass, and record each sleep as [name, start, end]."""
+    """Act as a pipeline stage that only sleeps; record each sleep as [name, start, end]."""
 
     def __init__(self, done):
         super().__init__()
@@ -59,9 +64,10 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches):
-    """Run two steps, and measure the second one.
+    """Run two steps of the schedule `name`, and measure the second step.
 
-    Return its duration in seconds, and the most micro-batches that this rank had in flight.
+    Return the duration of the second step in seconds, and the highest number of micro-batches that
+    this rank had in flight at one time during this step.
     """
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
@@ -93,7 +99,7 @@ def most_in_flight(events, passes):
 
 
 def measure(chapter, args, device):
-    """Run the schedules; return a row of results for each run."""
+    """Run each schedule of RUNS; return a row per run with the measured and the expected bubble."""
     rows = []
     for name, micro_batches in RUNS:
         found = [None] * RANKS
@@ -107,7 +113,7 @@ def measure(chapter, args, device):
 
 
 def bubble(args, folder):
-    """Run the schedules on four ranks; print a row of results for each run."""
+    """Run the schedules of RUNS on RANKS ranks; print and yield a row of results for each run."""
     flags = f"--pipeline-parallel-size {RANKS} --num-steps 1"
     rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:

@@ -22,12 +22,12 @@ SAMPLES = 4
 
 
 def storage_of(tensor):
-    """Return the storage of a tensor, which the tensor shares with its views."""
+    """Return the storage of a tensor or of a DTensor's local part; all views share this storage."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 def bytes_kept(chapter, args, model, batch):
-    """Return the bytes that autograd keeps for the backward pass, except the bytes of weights."""
+    """Return the number of bytes, without weights, that autograd keeps for the backward pass."""
     sizes = {}
 
     def pack(tensor):
@@ -46,7 +46,7 @@ def bytes_kept(chapter, args, model, batch):
 
 
 def measure(chapter, args, device):
-    """Return the largest number of bytes that a rank keeps for the backward pass."""
+    """Return the largest number of bytes that any rank keeps for the backward pass."""
     model, *_ = build(chapter, args, device)
     batch = torch.randint(model.config.vocab_size, (SAMPLES, args.seq_length))
     most = torch.tensor(bytes_kept(chapter, args, model, batch))
@@ -55,7 +55,10 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count each case's bytes at each sequence length; after each case, yield all rows so far."""
+    """Count the bytes that each case keeps for the backward pass, at each sequence length.
+
+    After each case, yield the rows of all cases so far.
+    """
     rows = []
     for name in args.only:
         ranks, style = CASES[name]

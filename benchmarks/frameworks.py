@@ -20,12 +20,16 @@ sys.path.append(str(harness.ROOT / "tools"))
 from plot import read_metrics
 
 RANKS = 2
-# Each contender trains ROUNDS times for STEPS steps. The first WINDOW steps are a warm-up.
+# Each chapter or framework trains ROUNDS times for STEPS steps. The first WINDOW steps are a
+# warm-up.
 ROUNDS, STEPS = 3, 30
 
 
 def contenders(folder):
-    """Map the name of each contender to its script and its additional flags."""
+    """Return the script and the additional flags of each chapter and framework, by name.
+
+    Also write a configuration file for DeepSpeed's ZeRO-3 to `folder`.
+    """
     found = {name: (harness.script_of(name), []) for name in ("03", "04")}
     for script in sorted((harness.ROOT / "alternative-frameworks").glob("*/train_llm.py")):
         found[script.parent.name] = (script, [])
@@ -38,7 +42,7 @@ def contenders(folder):
 
 
 def run(script, flags, folder, run_name):
-    """Train with a script; return its median tokens per second and its peak memory in GiB."""
+    """Train with a script; return the run's median tokens per second and its peak memory in GiB."""
     flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, STEPS), *flags]
     command = harness.launch_command(RANKS, [script, *flags])
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
@@ -53,9 +57,9 @@ def run(script, flags, folder, run_name):
 
 
 def compare(rounds):
-    """Divide each contender's speed and memory by the values of chapters 03 and 04.
+    """Divide each contender's speed and memory by the values of chapter 03 and of chapter 04.
 
-    Return the ratio of each round, and the median ratio of all rounds.
+    Return the ratio in each round, and the median of these ratios.
     """
     found = {}
     for name, chapter in permutations(rounds[0], 2):
@@ -66,7 +70,7 @@ def compare(rounds):
 
 
 def frameworks(args, folder):
-    """Let the contenders take turns; after each round, yield the ratios of speed and memory."""
+    """Train with one contender after the other; after each round, yield all ratios so far."""
     make_7m_llama(folder / "llama")
     everyone = contenders(folder)
 

@@ -50,14 +50,15 @@ TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
-# The checks no-sync and watched train for this number of steps. After the first step, the host may
+# The checks no-sync and watched train for this number of steps. After the first step, the host must
 # not wait for the GPU.
 NUM_FORBIDDEN = 60
 # The check float8-restarts compares the losses of this number of steps after each start.
 NUM_RESTARTED = 30
 # A script logs its speed every WINDOW steps. A check uses the median of WINDOWS logged speeds.
 WINDOW, WINDOWS = 3, 3
-# A check starts only if LEAST seconds of --budget are left, and may take at most LIMIT seconds.
+# A check starts only if at least LEAST seconds of --budget are left, and may take at most LIMIT
+# seconds.
 LEAST, LIMIT = 30, 300
 # Losses in float32 may differ by up to 1e-4 between devices.
 WITHIN = (0, 1e-4)
@@ -87,7 +88,10 @@ GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_
 
 
 def parse_args():
-    """Return the arguments and the selected checks; stop if there is no GPU for --device cuda."""
+    """Return the arguments and the names of the selected checks.
+
+    Exit with an error if --device is cuda, but torch finds no GPU.
+    """
     parser = harness.parser_of(__doc__)
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: test only the checks' code")
@@ -110,7 +114,7 @@ def parse_args():
 
 
 class Skip(Exception):
-    """Carry the reason why a check has no result."""
+    """Skip a check; the message of this exception is the reason why the check has no result."""
 
 
 class Job(harness.Job):
@@ -133,7 +137,7 @@ class Job(harness.Job):
         return rows_of(path) if path.exists() else []
 
     def last_words(self):
-        """Return the lines of the log that report errors or, if it has no error, its last lines."""
+        """Return the last four errors in the log or, if it has no errors, its last four lines."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         pattern = r"(\[rank\d+\]: *)*([\w.]*(Error|Exception)\b|[\w.]+: error: )"
         errors = [line for line in lines if re.match(pattern, line) and "ChildFail" not in line]
@@ -152,7 +156,7 @@ class Bench:
         self.jobs, self.numbers = [], {}
 
     def start(self, name, command, ranks=0, run=None):
-        """Start a script with its arguments, under torchrun unless `ranks` is 0."""
+        """Start a script with its arguments, under torchrun unless `ranks` is 0; return the Job."""
         folder = self.folder / name
         caches = self.caches or folder
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": f"{caches}/hf"}
@@ -167,24 +171,26 @@ class Bench:
         return job
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
-        """Start training with a script of SCRIPTS, or with a command that accepts their flags."""
+        """Start training by a script of SCRIPTS, or by a command that accepts the same flags."""
         command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
         return self.start(name, [*command, *flags.split()], 0 if script == "01" else ranks, run)
 
     def model(self, flags):
-        """Return `flags` on a GPU; on a CPU, return no flags, so that a check trains `tiny`."""
+        """Return `flags` on a GPU, and no flags on a CPU, so that the run trains `tiny` there."""
         return flags if self.device == "cuda" else ""
 
     def tool(self, name, *command, ok=(0,)):
-        """Run a tool to its end; return its output."""
+        """Run a script without torchrun until the script ends; return the text that it printed."""
         return self.wait(self.start(name, command), ok=ok).printed()
 
     def wait(self, job, until=None, ok=(0,)):
         """Wait until the job succeeds or, if `until` is given, until `until()` is true.
 
-        Return the job. Raise an error if the job fails first, or if it is not done in time.
+        Return the job. A job succeeds if it ends with a status in `ok`. Raise RuntimeError if the
+        job ends too early or with a different status, and TimeoutError if the check's deadline
+        passes first.
         """
         while True:
             met, status = until and until(), job.process.poll()
@@ -199,7 +205,8 @@ class Bench:
     def judged(self, goals, reason=""):
         """Return the row of the check, which passes if each number is within its goal.
 
-        `goals` maps the name of a number to its goal: (lowest, highest).
+        `goals` maps the name of a number to its goal: (lowest, highest). Raise Skip if no goal is
+        missed, but a number has not been measured.
         """
         missed = [
             f"{name} is {self.numbers[name]:.4g}, not within {low:g} and {high:g}"
@@ -223,7 +230,9 @@ def difference(job, reference):
 def follow(bench, chapter, flags, runs):
     """Compare the losses of runs with the losses of a chapter in fp32 on the CPU.
 
-    `runs` maps the name of each run to its script, its flags and its number of ranks.
+    `flags` holds the flags that all runs share. `runs` maps the name of each run to its script, its
+    additional flags and its number of ranks. Record the largest difference of each run as a number
+    of the check.
     """
     reference = bench.train(chapter, f"{flags} --precision fp32", "cpu", "cpu")
     jobs = {}
@@ -238,13 +247,16 @@ def follow(bench, chapter, flags, runs):
 def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, split=""):
     """Compare a chapter's losses on one device and on all devices with its fp32 losses on the CPU.
 
-    `model` holds flags that all runs share. `family` names a model family of transformers, perhaps
-    with settings, and makes all runs train a small model of this family. `split` is a flag that
-    splits each layer, each sequence or the model among the devices.
+    `own_flags` holds flags of the runs on devices, and `model` holds flags of all runs. `family`
+    names a model family of transformers, perhaps with settings, and makes all runs train a small
+    model of this family. `split` is a flag that splits each layer, each sequence or the model among
+    the devices; with this flag, there is no run on one device. `within` is the range of allowed
+    differences.
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
-        # Use at most 4 ranks, because the tiny model has too few heads for more ranks.
+        # Use at most 4 ranks, because the tiny model has too few heads for more ranks, and use a
+        # divisor of the number of devices.
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
         raise Skip("needs an even number of GPUs")
@@ -261,7 +273,10 @@ def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, s
 
 
 def framework(bench, name, settings=""):
-    """Compare a framework's losses in fp32 and bf16 with chapter 01's losses in fp32 on the CPU."""
+    """Compare a framework's losses in fp32 and bf16 with chapter 01's losses in fp32 on the CPU.
+
+    `settings` holds the planner's flags that choose the framework's configuration.
+    """
     needed = "accelerate" if name == "trainer" else name
     if not importlib.util.find_spec(needed):
         raise Skip(f"{needed} is not installed")
@@ -304,7 +319,8 @@ def restarts(bench):
     """Start the same run in float8 three times, and compare the losses of the first steps.
 
     Each start compiles again, and PyTorch may choose different kernels. Because of a bug in Triton,
-    some of these kernels once returned NaN. The script then ends, and the check fails.
+    some of these kernels once returned NaN. If a kernel returns NaN, the script ends, and the check
+    fails.
     """
     model = bench.model(f"{WIDE} num_hidden_layers=2") or "--config num_hidden_layers=1"
     flags = f"{TINY} {model} --seq-length 256"
@@ -321,9 +337,9 @@ def restarts(bench):
 
 
 def forbid_waits():
-    """Run the script in sys.argv, and raise an error wherever its host waits for the GPU.
+    """Run the script in sys.argv, and raise an error if the script makes the host wait for the GPU.
 
-    The host may wait in the first step, and after the last step.
+    Allow waits in the first step, and after step NUM_FORBIDDEN.
     """
     steps = []
 
@@ -339,7 +355,11 @@ def forbid_waits():
 
 
 def run_without_waits(bench, *launcher):
-    """Run chapter 01 with forbid_waits(), under `launcher` if given; return the run's folder."""
+    """Run chapter 01 in a process where forbid_waits() forbids waits; return the run's folder.
+
+    `launcher` is the beginning of the command, such as a result of under_watched(), and may be
+    empty.
+    """
     flags = f"{TINY} --num-steps {NUM_FORBIDDEN} --log-every 1000 --eval-every 1000"
     command = [*launcher, *harness.words_of(forbid_waits), harness.script_of("01")]
     return bench.wait(bench.train(command, f"{flags} --checkpoint-every 1000", ranks=0)).run_dir
@@ -363,7 +383,8 @@ def memory(bench, chapter, flags=""):
         job = bench.train(chapter, f"{flags} --global-batch-size 8 {LONG} --log-every 1")
         options = f"--json --nodes 1 --gpus-per-node 1 --device {bench.device} --chapter {plan}"
         command = [harness.PLANNER, *options.split(), *flags.split()]
-        # Accept exit status 1, which means that the model would not fit.
+        # Accept the planner's exit status 1, which means that the model does not fit in the GPU's
+        # memory.
         planned = json.loads(bench.tool("plan", *command, ok=(0, 1)))["asked"]["gpu_total"] / 2**30
         # Wait for several rows, because the row of step 0 does not contain the peak memory.
         bench.wait(job, until=lambda: len(job.rows()) > 4)
@@ -374,12 +395,12 @@ def memory(bench, chapter, flags=""):
 
 
 def under_watched(bench):
-    """Return the words that start watched.py for a run; the caller appends the script to watch."""
+    """Return a command that starts watched.py; the caller appends the script to watch."""
     return [harness.ROOT / "diagnosing-errors/watched.py", "--into", bench.folder / "train/run"]
 
 
 def watched(bench):
-    """Check that watched.py records its latest four checks, and never makes the host wait."""
+    """Check that watched.py records its latest four checks, and makes no step wait for the GPU."""
     run_dir = run_without_waits(bench, *under_watched(bench))
     beat = json.loads((run_dir / "ranks/00000.json").read_text())
     bench.numbers |= {"step": beat["step"], "looks": len(beat["checks"])}
@@ -420,17 +441,18 @@ def speed_flags(bench, ranks=1, model=LARGE):
 
 
 def speed_bare(bench):
-    """Measure the speed of a loop that only trains, as an upper limit for the chapters."""
+    """Measure the tokens per second of a loop that only trains, to compare the chapters with it."""
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
-        # Leave out the rows of step 1 and of the first WINDOW steps, which include the warm-up.
+        # Leave out two rows: the row of step 1, and the row of the first WINDOW steps, which
+        # include the warm-up.
         rows = bench.wait(bench.train([*harness.words_of(bare)], flags, how, ranks=0)).rows()
         bench.numbers[f"{how} tokens/s"] = median(row["tokens_per_second"] for row in rows[2:])
     return bench.judged({})
 
 
 def mixture_model(bench):
-    """Return the flags of a mixture of experts: Qwen3-30B-A3B with only two of its layers."""
+    """Return flags to train a mixture of experts: Qwen3-30B-A3B with only two of its layers."""
     folder = bench.folder / "mixture"
     shutil.copytree(harness.ROOT / "09-expert-parallel/tiny-mixture", folder)
     config = harness.ROOT / "09-expert-parallel/configs/qwen3-30b-a3b.json"
@@ -439,9 +461,11 @@ def mixture_model(bench):
 
 
 def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goals=None, wide=False):
-    """Measure a script's tokens per second, and divide this speed by the speeds of other checks.
+    """Measure a script's tokens per second, and divide this speed by the speeds of earlier checks.
 
-    `beside` names one more earlier check to compare the speed with.
+    `how` is "eager" or "compiled". With `mixture`, the script trains a mixture of experts in place
+    of LARGE, and with `wide`, it trains WIDE. `beside` names one more earlier check to compare the
+    speed with. `goals` maps the name of a number to its lowest and its highest allowed value.
     """
     ranks = 1 if script in ("01", TRAINER) else bench.count
     if script == TRAINER and not importlib.util.find_spec("accelerate"):
@@ -449,13 +473,15 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
     model = mixture_model(bench) if mixture else f"{WIDE} num_hidden_layers=4" if wide else LARGE
     flags = f"{speed_flags(bench, ranks, model)} {flags}" + " --compile" * (how == "compiled")
     job = bench.train(script, flags, ranks=ranks)
-    # Wait for WINDOWS rows after the rows of step 0 and of the first WINDOW steps.
+    # Wait for WINDOWS rows in addition to two rows: the row of step 0, and the row of the first
+    # WINDOW steps, which are a warm-up.
     bench.wait(job, until=lambda: len(job.rows()) > 1 + WINDOWS)
     job.kill()
     rows = job.rows()[2:]
     measured = median(row["tokens_per_second"] for row in rows)
     bench.numbers |= {"ranks": ranks, "tokens/s": measured, "peak GiB": rows[-1]["peak_memory_gib"]}
-    # Record mfu only if the row has it, because the script does not know every GPU's peak FLOP/s.
+    # Record mfu only if the row has a value for it, because the script does not know every GPU's
+    # peak FLOP/s.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
     known = bench.session.rows
     if script != TRAINER and not mixture and not wide:
@@ -468,7 +494,11 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
 
 
 def ratios(rows, tokens_per_second, how):
-    """Return the ratios of a rank's speed to the upper limits that earlier checks have measured."""
+    """Return a rank's speed, divided by the speed that each of three earlier checks has measured.
+
+    Leave out the ratio to a check that has not run. `rows` maps the names of earlier checks to
+    their rows, and `how` is "eager" or "compiled".
+    """
     numbers = {}
     for name in ("preflight", "speed-trainer", "speed-bare"):
         numbers |= rows.get(name, {}).get("numbers", {})
@@ -586,7 +616,10 @@ def describe_gpus(device):
 
 
 class Session:
-    """Hold the state that all checks share: the machine, the deadline, the folder and the rows."""
+    """Run checks, and hold the state that all checks share.
+
+    This state has facts about the machine, the deadline, the folder and the rows of results.
+    """
 
     def __init__(self, args, folder):
         self.device, self.folder = args.device, Path(folder)
@@ -648,7 +681,8 @@ class Session:
                 if name in asked:
                     self.check(name)
         finally:
-            # Kill all processes, so that no process is left behind, even after Ctrl-C.
+            # Do not wait for the checks that still run, but kill all their processes, so that no
+            # process is left behind, even after Ctrl-C.
             pool.shutdown(wait=False, cancel_futures=True)
             for job in self.jobs:
                 job.kill()

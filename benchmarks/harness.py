@@ -58,7 +58,7 @@ def load(script):
 
 
 def parser_of(docstring):
-    """Return a parser with the benchmark's description and the flag --output."""
+    """Return a parser with the first line of `docstring` as description, and the flag --output."""
     parser = argparse.ArgumentParser(
         description=docstring.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -67,11 +67,11 @@ def parser_of(docstring):
 
 
 def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=()):
-    """Parse the flags, call `question`, and write each result that it yields to the output file.
+    """Parse the flags, run the generator `question`, and write its results to the file of --output.
 
-    The question gets the arguments and a temporary folder, and `add_flags` declares the question's
-    own flags. If there are `cases`, the flag --only selects some of them. If `gpus` is false, this
-    process does not initialize CUDA, so the question may fork.
+    `question` receives the arguments and a temporary folder. `add_flags` declares the flags that
+    only this benchmark has. If there are `cases`, the flag --only selects cases to run. If `gpus`
+    is false, this process does not initialize CUDA, so `question` may fork.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
@@ -94,7 +94,7 @@ def show(row):
 
 
 def cpu_facts():
-    """Return the facts about a core that /proc/cpuinfo lists, by name."""
+    """Return, by name, the facts that /proc/cpuinfo lists about a core, or {} without this file."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
@@ -129,10 +129,10 @@ def describe_machine(gpus=True):
 
 
 def in_rows(results):
-    """Format results as JSON with a line for each row, such as `results["rows"][0]`."""
+    """Format results as JSON, with each row, such as `results["rows"][0]`, on a line of its own."""
     text = json.dumps(results, indent=1, ensure_ascii=False)
-    # Join the lines of a row, which begin with three or more spaces, and its closing bracket, which
-    # follows two spaces.
+    # Put each row on one line: join the lines of the row, which begin with three or more spaces,
+    # and its closing bracket, which follows two spaces.
     return re.sub(r"\n {3,}|\n {2}(?=[]}])", " ", text)
 
 
@@ -149,7 +149,7 @@ def keep(output, machine, results):
 
 
 class Failed(SystemExit):
-    """Carry the output of a failed command, which Python prints if nothing catches this error."""
+    """End the program with the output of a failed command, unless the caller catches this error."""
 
 
 def launch_command(ranks, command):
@@ -160,12 +160,12 @@ def launch_command(ranks, command):
 
 
 def words_of(function):
-    """Return the words of a command that calls a function; the caller appends arguments."""
+    """Return arguments for launch_command() that call a function; the caller appends arguments."""
     return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
 
 
 class Job:
-    """Run a command; all processes that it starts have `mark` in their environment."""
+    """Run a command, and mark its environment, so that kill() finds all of the job's processes."""
 
     def __init__(self, command, out=subprocess.PIPE, log=subprocess.PIPE, **variables):
         """Start the command, and add `variables` to its environment."""
@@ -180,7 +180,7 @@ class Job:
     def kill(self):
         """Kill the job's processes, including processes that torchrun has put into new sessions."""
         deadline = time.monotonic() + 10
-        # A driver may keep a process from ending, so stop trying after some time.
+        # A GPU driver may keep a killed process from ending, so stop trying after ten seconds.
         while victims := self.living():
             for path in victims:
                 with suppress(OSError):
@@ -192,7 +192,7 @@ class Job:
             self.process.wait(10)
 
     def living(self):
-        """Return the folder in /proc of each of the job's processes that still exists."""
+        """Return the folders in /proc of those of the job's processes that still exist."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -202,7 +202,11 @@ class Job:
 
 
 def run(command, limit=LONGEST, **variables):
-    """Run a command for at most `limit` seconds, and then kill the processes that are left."""
+    """Run a command; return its CompletedProcess, or raise Failed if it takes over `limit` seconds.
+
+    Kill all processes that the command has left behind. Add `variables` to the environment of the
+    command.
+    """
     job = Job(command, **variables)
     try:
         output = job.process.communicate(timeout=limit)
@@ -223,10 +227,11 @@ def call(command, limit=LONGEST, **variables):
 
 
 def take_turns(names, rounds, measure):
-    """Measure each name once in each round; after each round, yield all rounds so far.
+    """Call `measure(name, number)` for each name in each of `rounds` rounds.
 
-    A round maps each name to its result of `measure`. On a shared machine, speeds vary, so compare
-    only results of the same round. If a name fails in one round, drop it from all rounds.
+    After each round, yield a list of all rounds so far. A round maps each name to its result of
+    `measure`. On a shared machine, speeds vary, so compare only results of the same round. If
+    `measure` raises Failed for a name, drop this name from all rounds.
     """
     found, names = [], list(names)
     for number in range(1, rounds + 1):
@@ -246,7 +251,10 @@ def take_turns(names, rounds, measure):
 
 
 def main():
-    """Call the function that words_of() names; the function reads its arguments from sys.argv."""
+    """Call the function that words_of() has named in the command.
+
+    The function reads the remaining arguments of the command from sys.argv.
+    """
     module, function = sys.argv[1:3]
     del sys.argv[1:3]
     getattr(importlib.import_module(module), function)()

@@ -32,16 +32,19 @@ def own_memory():
 
 
 def highest_memory(ended, found):
-    """Every millisecond, append the process's highest memory so far, until `ended` is set."""
+    """Record the highest memory of this process so far, in bytes, until `ended` is set.
+
+    Every millisecond, append this value to `found`.
+    """
     while not ended.wait(0.001):
         found.append(max(found[-1], own_memory()))
 
 
 def measure_reading(chapter, args, device):
-    """Build the model, and measure this rank's peak host memory during the build.
+    """Build the model, and measure the peak of this rank's host memory during the build.
 
-    Return the bytes of this peak, of the rank's share of the weights, of the entire model, and of
-    the model's largest tensor.
+    Return four sizes in bytes: the growth of the host memory up to its peak, the rank's share of
+    the weights, all weights, and the largest weight tensor.
     """
     _, config = chapter.build_tokenizer_and_config(args)
     ended, found = threading.Event(), [own_memory()]
@@ -69,9 +72,11 @@ def seconds_of(work, *args):
 
 
 def measure_saves(chapter, args, device):
-    """Alternate normal saves with saves in the background.
+    """Save checkpoints by turns in the foreground and in the background.
 
-    Return the bytes of a checkpoint, and the seconds of both kinds of saves in each round.
+    Return the bytes of a checkpoint and, for each round, three durations in seconds: how long each
+    of the two saves stops training, and how long the save in the background takes until it is
+    complete.
     """
     model, _, optimizer, samples = build(chapter, args, device)
     run_dir, rows = Path(args.save_dir, "run"), []
@@ -101,7 +106,7 @@ def measure_saves(chapter, args, device):
 
 
 def reading(args, folder):
-    """Measure how much host memory a rank of chapters 04 and 05 needs to read published weights."""
+    """Measure the peak host memory of a rank of chapters 04 and 05 that reads published weights."""
     model = make_model_folder(folder / "model", args.layers, WIDTH, vocabulary=16_384)
     config = AutoConfig.from_pretrained(model)
     published = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -127,7 +132,7 @@ MEASURES = {"reading": reading, "saves": saves}
 
 
 def large(args, folder):
-    """Run the measurements that `args.what` names; yield the result of each measurement."""
+    """Run the measurements in `args.what`; after each measurement, yield its result."""
     for name in args.what:
         yield {name: MEASURES[name](args, folder / name)}
 

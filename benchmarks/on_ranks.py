@@ -43,7 +43,10 @@ def make_model_folder(
 
 
 def make_7m_llama(folder):
-    """Write a 7M Llama's configuration, and a tokenizer trained on Python's documentation."""
+    """Write the configuration of a Llama with 7 million weights, and a tokenizer, to a folder.
+
+    Train the tokenizer on Python's documentation. Return the folder.
+    """
     end, alphabet = "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,12 +85,16 @@ def on_ranks(work, chapter, ranks, model, folder, options, **settings):
     command = [*words_of(work_on_rank), *name, chapter, result, *options.split()]
     done = torchrun(ranks, command, folder, **settings)
     if not result.exists():
-        sys.exit(f"{done.stdout}{done.stderr}\nno result of {work.__name__}, chapter {chapter}")
+        sys.exit(f"{done.stdout}{done.stderr}\n{work.__name__}() failed; read its output above")
     return json.loads(result.read_text())
 
 
 def build(chapter, args, device):
-    """Return the model, its FSDP or DDP wrapper, the optimizer and samples of random tokens."""
+    """Return a chapter's model, its wrapped model, its optimizer, and samples of random tokens.
+
+    The wrapped model is a DistributedDataParallel in chapters with DDP; in all other chapters, it
+    is the model itself.
+    """
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config)
     if hasattr(chapter, "shard"):
@@ -103,7 +110,10 @@ def build(chapter, args, device):
 
 
 def work_on_rank():
-    """Call `work` on a rank that on_ranks() has started; rank 0 writes the result to a file."""
+    """Call the function that on_ranks() has named in sys.argv, on one rank.
+
+    Rank 0 writes the function's result to a file.
+    """
     module, work, name, result = sys.argv[1:5]
     del sys.argv[1:5]
     chapter = load(name)

@@ -58,7 +58,7 @@ def bare_loss(model, batch):
 
 
 def bare_step(args, loss_of, model, optimizer, micro_batches, mixed):
-    """Run a step with only the necessary calls; return its mean loss and its gradient norm."""
+    """Train for one step with only the necessary calls; return the mean loss and gradient norm."""
     total = 0.0
     for batch in micro_batches:
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=mixed):
@@ -91,10 +91,12 @@ def bare():
 
 # ---- steps that take turns -------------------------------------------------------------------
 def shares_of(args, device, steps):
-    """Let two kinds of steps take turns in blocks; map each kind to the shares of its blocks.
+    """Run two kinds of steps by turns, in blocks of BLOCK steps; return the shares of each kind.
 
-    The share of a block is its time, divided by the mean time of the two neighboring blocks, which
-    are of the other kind.
+    `steps` maps the name of each kind to a function that runs a step. The time of a block is the
+    mean time of its steps, without the fastest and the slowest step. The share of a block is its
+    time, divided by the mean time of the block before it and the block after it, which run the
+    other kind.
     """
     names, blocks = list(steps), []
     for block in range(args.num_steps // BLOCK):
@@ -117,7 +119,10 @@ def shares_of(args, device, steps):
 
 
 def measure_chapter(chapter, args, device):
-    """Compare the time of the chapter's train_step() with the time of a bare step."""
+    """Compare the time of the chapter's train_step() with the time of a bare step.
+
+    Return the result of shares_of().
+    """
     model, _, optimizer, samples = build(chapter, args, device)
     bare = bare_model(chapter, args, model.config).to(device)
     loss_of = torch.compile(bare_loss) if args.compile else bare_loss
@@ -127,7 +132,10 @@ def measure_chapter(chapter, args, device):
     loss, _ = bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed)
     other_loss, _ = chapter.train_step(args, model, optimizer, samples, 1, device)
     if abs(loss - other_loss) > 0.01:
-        sys.exit(f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in chapter 01")
+        sys.exit(
+            f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in chapter 01; "
+            "adapt the bare loop to the chapter"
+        )
     steps = {
         "bare": lambda _: bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
@@ -136,7 +144,10 @@ def measure_chapter(chapter, args, device):
 
 
 def measure_watched(chapter, args, device):
-    """Compare the time of train_step() under watched.py with the time of train_step() alone."""
+    """Compare the time of train_step() under watched.py with the time of train_step() alone.
+
+    Return the result of shares_of().
+    """
     sys.path.insert(0, str(ROOT / "diagnosing-errors"))
     import watched
 
@@ -146,8 +157,8 @@ def measure_watched(chapter, args, device):
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
 
     def take_step(watching, step):
-        # Record a fault to let train_step() run without checks, because the hooks run no check
-        # after a fault.
+        # To turn off watched.py's checks for this step, record a fault: after a fault, no check
+        # runs.
         counter.fault = None if watching else "off"
         for name, work in working.items():
             setattr(watch, name, work if watching else lambda: None)
@@ -161,7 +172,11 @@ def measure_watched(chapter, args, device):
 
 
 def losses_of(chapter, args, model):
-    """Return functions that compute the loss from hidden states in different ways, by name."""
+    """Return three functions that compute the loss from hidden states, by name.
+
+    The function `all` computes all logits at once. The functions `chunked`, as in `chapter`, and
+    `recomputed`, as in fine-tuning/preferences, compute the logits in chunks.
+    """
     head, chapter.CHUNK_SIZE = model.get_output_embeddings(), CHUNK
     preferences = load(ROOT / "fine-tuning/preferences/train_llm.py")
     sharded, preferences.CHUNK_SIZE = load("04"), CHUNK
@@ -184,7 +199,8 @@ def losses_of(chapter, args, model):
 def measure_loss(chapter, args, device):
     """Compare steps that compute the loss in chunks with a step that computes all logits at once.
 
-    Return the FLOPs of each kind of step and, for each kind with chunks, the shares of its blocks.
+    Return the TFLOPs of each kind of step and, for each kind with chunks, its result of
+    shares_of().
     """
     model, _, optimizer, samples = build(chapter, args, device)
     batch, losses = chapter.batch_at(args, samples, 1, 0, device), losses_of(chapter, args, model)
@@ -211,7 +227,7 @@ MEASURES = {"chapter": measure_chapter, "watched": measure_watched, "loss": meas
 
 
 def overhead(args, folder):
-    """Run the measurement `args.what`; exit with status 1 if the chapter is slower than GOAL."""
+    """Run the measurement `args.what`; exit with status 1 if chapter 01 is slower than its goal."""
     is_loss, model = args.what == "loss", make_7m_llama(folder / "llama")
     length, precision = (SHORT, "fp32") if is_loss else (SEQ_LENGTH, fast_precision())
     flags = f"--seq-length {length} --precision {precision} --global-batch-size {BATCH}"
@@ -226,7 +242,7 @@ def overhead(args, folder):
     show({name: median(shares) for name, shares in found.items()})
     yield {"compiled" if args.compile else "shares": found}
     if median(found.get("chapter", [0])) > GOAL:
-        sys.exit(f"goal missed: a step of chapter 01 takes more than {GOAL:.3f} times a bare step")
+        sys.exit(f"goal missed: chapter 01 takes over {GOAL:.3f} times as long as the bare loop")
 
 
 def add_flags(add):

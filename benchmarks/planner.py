@@ -79,10 +79,10 @@ def measure(chapter, args, device):
 
 
 def allocations(profiler):
-    """Return all allocations and releases in the order of their time.
+    """Return the allocations and the releases of memory that the profiler saw, ordered by time.
 
-    Each allocation or release is a list of its address, its bytes (negative for a release), and the
-    names of the operations that contain it.
+    Each of these events is a list of its address, its bytes (negative for a release), and the names
+    of the operations that contain the event.
     """
     found = []
     stack = [(event, ()) for event in profiler.profiler.kineto_results.experimental_event_tree()]
@@ -96,11 +96,12 @@ def allocations(profiler):
 
 
 def unseen_releases(events):
-    """Return the indexes of the allocations whose release the profiler does not see.
+    """Return the indexes of the allocations in `events` whose release the profiler did not see.
 
     A thread of Gloo may release the buffers that a collective allocates for itself, and the
-    profiler does not see these releases. rises() does not count these buffers at all, because
-    other buffers are released while the collective fills them.
+    profiler does not see these releases. rises() leaves out these buffers, because all similar
+    buffers whose release the profiler does see are released as soon as a collective has filled
+    them.
     """
     unseen, own = set(), {}
     for number, (address, size, names) in enumerate(events):
@@ -114,9 +115,11 @@ def unseen_releases(events):
 
 
 def rises(events):
-    """Return the highest rise of the allocated bytes in each step, above the step's start.
+    """Return a list with the rise of the allocated bytes in each step.
 
-    The first value is the number of bytes that are allocated before the first step.
+    The rise of a step is the highest number of allocated bytes in this step, minus the number at
+    the start of the step. The first value in the list is not a rise, but the number of bytes that
+    are allocated before the first step.
     """
     unseen = unseen_releases(events)
     live, before, when, most = 0, 0, "start", {}
@@ -129,7 +132,10 @@ def rises(events):
 
 
 def compare(case, folder):
-    """Run a case; return a row with the measured bytes, the planned bytes, and their ratio."""
+    """Run a case, and plan its memory; return a row with the measured bytes and the planned bytes.
+
+    The row also has the planned peak divided by the measured peak.
+    """
     chapter, ranks, changes, flags = CASES[case]
     model, options = make_model_folder(f"{folder}/model", **(SMALL | changes)), f"{COMMON} {flags}"
     measured = on_ranks(measure, chapter, ranks, model, folder, options)
@@ -144,7 +150,7 @@ def compare(case, folder):
 
 
 def memory(args, folder):
-    """Compare measured and planned memory for each case; after each case, yield all rows."""
+    """Compare measured and planned memory for each case; after each case, yield all rows so far."""
     rows = []
     for case in args.only:
         rows.append(compare(case, folder / str(len(rows))))

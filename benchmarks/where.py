@@ -43,7 +43,7 @@ OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## 
 
 
 def parts_of(path):
-    """Return the seconds of the traced window, and of each part of PARTS in it."""
+    """Return the seconds of a trace's window, and of each part of PARTS within this window."""
     events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("ph") == "X"]
     [window] = select(events, "user_annotation", "window")
     own_thread = [event for event in events if event["tid"] == window["tid"]]
@@ -77,12 +77,12 @@ def parts_of(path):
 
 
 def select(events, kind, names):
-    """Return the events of a kind whose names begin with `names` (a string or several)."""
+    """Return the events of category `kind` whose names begin with `names`, a string or a tuple."""
     return [e for e in events if e.get("cat") == kind and e["name"].startswith(names)]
 
 
 def mask_of(events, window):
-    """Return an array with one value per microsecond of the window: True during any event."""
+    """Return an array with one value per microsecond of the window: True while an event runs."""
     mask = np.zeros(round(window["dur"]), dtype=bool)
     for event in events:
         start = event["ts"] - window["ts"]
@@ -91,7 +91,7 @@ def mask_of(events, window):
 
 
 def tails_of(events):
-    """Return the time of each backward pass after the last node of its graph, as events.
+    """Return an event for the end of each backward pass: the time after the last node of its graph.
 
     During this time, DDP waits for its last buckets in C++, and the trace shows no event.
     """
@@ -160,25 +160,28 @@ def trace_steps():
 
 
 def most_ranks():
-    """Return the largest divisor of BATCH that is at most the number of devices."""
+    """Return the largest divisor of BATCH up to the number of GPUs, or up to 2 without a GPU."""
     devices = torch.cuda.device_count() or 2
     return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
 
 
 def run(script, ranks, folder, num_traced, *more):
-    """Run a script with the flags `more`; return the result of parts_of() for each rank."""
+    """Run a script with additional flags `more`; return the result of parts_of() for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = [*training_flags(folder, "run", WINDOW + num_traced + 1), *more]
     command = [*harness.words_of(trace_steps), folder, script, *flags]
     command = harness.launch_command(0 if "01" in script.parent.name else ranks, command)
-    # Give a rank the same number of threads in every chapter, even in chapter 01, so that the
-    # chapters' speeds are comparable.
+    # Give a rank the same number of threads in every chapter, even in chapter 01, which has only
+    # one rank, so that the chapters' speeds are comparable.
     harness.call(command, OMP_NUM_THREADS=str(max(1, os.cpu_count() // most_ranks())))
     return [parts_of(folder / f"rank{rank}.json") for rank in range(ranks)]
 
 
 def where(args, folder):
-    """Trace each chapter; yield the share that each part has of the time of the chapter's steps."""
+    """Trace each chapter with and without --compile.
+
+    After each run, yield the rows of all runs so far: each part's share of the time of the steps.
+    """
     rows, model = [], make_7m_llama(folder / "llama")
     for chapter, compiled in product(args.only, (False, True)):
         flags = ["--model-name", model, *["--compile"] * compiled]

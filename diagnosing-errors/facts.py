@@ -16,31 +16,36 @@ from contextlib import suppress
 
 HERE = os.uname().nodename
 # A rank writes a heartbeat every two seconds. A rank is silent if its latest heartbeat is at least
-# this number of seconds old.
+# this number of seconds old, and its host has not been asked or does not answer.
 STALE = 10
-# This pattern matches the files of Python, of installed packages and of these tools. All other
-# files are the user's code.
+# This pattern matches the files of Python, of installed packages, and of watched.py and inject.py.
+# All other files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 
 # ---- hosts -------------------------------------------------------------------------------------
 def reach_of(hosts_file=None):
-    """Map each host to the words to put before a command to run it there; this host needs none."""
+    """Map the name of each host to the words that come before a command to run it on that host.
+
+    The words call ssh; this host needs no words. Without `hosts_file`, return only this host.
+    """
     if not hosts_file:
         return {HERE: []}
     lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
     reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
     for name in reach:
-        # Compare both names without their domains, because only one of them may have a domain.
+        # Compare the two host names without their domains, because only one of the names may have a
+        # domain.
         if name.split(".")[0] == HERE.split(".")[0]:
             reach[name] = []
     return reach
 
 
 def look_at(words, pids):
-    """Return a host's own name, and each process's state as the letter that ps shows.
+    """Return the own name of the host that `words` reach, and the states of its processes `pids`.
 
-    If the host does not answer, return the error instead.
+    A state is the letter that ps shows. A process that has ended has no state. If the host does not
+    answer, return the error instead.
     """
     files = [f"/proc/{pid}/stat" for pid in pids]
     command = [*words, "cat", "/proc/sys/kernel/hostname", *files]
@@ -58,7 +63,7 @@ def look_at(words, pids):
 
 # ---- the run's folder --------------------------------------------------------------------------
 def gather(run, reach):
-    """Collect the facts about a run from its folder and from its hosts."""
+    """Return the facts about a run, which come from its folder and from the hosts in `reach`."""
     ahead = request_dumps(run)
     pids = {files["beat"]["pid"] for files in read_ranks(run, ahead).values()}
     # Ask up to 64 hosts at the same time, because each answer may take seconds.
@@ -93,7 +98,10 @@ def request_dumps(run):
 
 
 def read_ranks(run, ahead=0.0):
-    """Map each rank that belongs to the run's latest start to its result of read_rank()."""
+    """Map each rank of the run's latest start to the content of its files, from read_rank().
+
+    `ahead` is the file system's time minus this host's time, in seconds.
+    """
     now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
@@ -139,7 +147,7 @@ def read_text(path):
 
 
 def read_json(path):
-    """Return the dictionary in a JSON file, or an empty dictionary if the file has none."""
+    """Return the content of a JSON file, or an empty dictionary if there is no valid JSON."""
     with suppress(ValueError):
         return json.loads(read_text(path))
     return {}
@@ -147,7 +155,7 @@ def read_json(path):
 
 # ---- from facts to ranks -----------------------------------------------------------------------
 class Rank:
-    """Hold the state of a rank; an attribute that __init__() does not set is in the heartbeat."""
+    """Hold all facts about a rank; attributes that __init__() does not set are in its heartbeat."""
 
     def __init__(self, files, host):
         self.beat = files["beat"]
@@ -172,8 +180,8 @@ class Rank:
             # days without a fault.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
-        # These are the (file, line, function) of the main thread's frames, outermost first. A rank
-        # that has failed has none, because its traceback shows the line instead.
+        # These are the (file, line, function) of the main thread's frames, outermost first. There
+        # are no frames for a rank that has failed, because its traceback shows the line instead.
         self.frames = []
         if self.state == "stopped":
             # A stopped rank cannot write a dump, so use the one frame in its last heartbeat.
@@ -186,7 +194,7 @@ class Rank:
 
 
 def ranks_of(facts):
-    """Return a Rank for each rank in `facts`, in the order of their numbers."""
+    """Return a list with a Rank for each rank in `facts`, in the order of the ranks' numbers."""
     hosts = {fact["host"]: fact for fact in facts["hosts"].values() if "host" in fact}
     return [Rank(files, hosts.get(files["beat"]["host"])) for files in facts["ranks"].values()]
 
@@ -205,7 +213,10 @@ def state_of(files, host):
 
 
 def location_of(frames):
-    """Return the innermost line of training code, with its text if this host has the file."""
+    """Return the innermost of the frames that is in the user's code, as text.
+
+    The text has the file, the line and the function, and also the code if this host has the file.
+    """
     own = [frame for frame in frames if not FOREIGN.search(frame[0])]
     if not own:
         return "an unknown line"

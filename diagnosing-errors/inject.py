@@ -51,7 +51,7 @@ LEAKED = []
 
 
 class Fault:
-    """Hold one fault of the command line, and cause this fault on its rank, in its step."""
+    """Cause one fault of the command line, such as crash@rank1:step20, on its rank in its step."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
@@ -62,7 +62,10 @@ class Fault:
         self.has_begun = False
 
     def is_due(self, *names):
-        """Return whether this fault has one of `names` and acts now; report its start on stderr."""
+        """Return whether this fault is one of `names` and has to act now.
+
+        Report on stderr when the fault acts for the first time.
+        """
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != self.rank or self.name not in names or self.steps < self.step:
             return False
@@ -106,7 +109,7 @@ class Fault:
             if isinstance(file, (str, Path)) and self.is_due("corrupt-checkpoint"):
                 os.truncate(file, os.path.getsize(file) // 2)
 
-        # A data loader calls this method each time it needs the indexes of its next batch.
+        # A data loader calls _next_index() each time it needs the indexes of its next batch.
         def broken_next_index(loader):
             if self.is_due("hang-data", "slow-data"):
                 time.sleep(1e6 if self.name == "hang-data" else 0.5)

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
-# Each launcher passes the rank, the world size and the local rank in three variables.
+# Each launcher passes the rank, the world size and the local rank in three environment variables.
 LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
     [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # Open MPI
@@ -94,7 +94,10 @@ def parse_args(argv=None):
 
 
 def check_variables():
-    """Stop if a variable of the launcher is missing, left over, or wrong on this node."""
+    """Exit with status 2 if a launcher's variable is missing, left over, or wrong on this node.
+
+    Also check the variables that choose a network interface, and WANDB_PROJECT.
+    """
     names = [*LAUNCHERS[0], "MASTER_ADDR", "MASTER_PORT"]
     values = {name: os.environ.get(name, "") for name in names}
     if missing := [name for name in names if not values[name]]:
@@ -113,8 +116,8 @@ def check_variables():
         fail(f"{problem}; set it to the name or the address of the node of rank 0", status=2)
 
     # A shell may still have the variables of an earlier launcher, and pass them on to every rank.
-    # Every rank would then act as the same rank of a smaller run. Do not check this under torchrun,
-    # because torchrun always sets the variables.
+    # Every rank would then act as the same rank of a smaller run. Skip this check under torchrun,
+    # because torchrun always sets the variables itself.
     sizes = [os.environ[size] for _, size, _ in LAUNCHERS if size in os.environ]
     num_ranks = max(int(values["RANK"]) + 1, *map(int, sizes))
     if num_ranks > int(values["WORLD_SIZE"]) and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -164,7 +167,7 @@ def fail(message, status=1):
 
 
 def exit_now(status):
-    """Exit without clean-up, because Gloo's threads may abort a process that cleans up."""
+    """Exit with `status`, but without clean-up, because Gloo's threads may abort in a clean-up."""
     sys.stdout.flush()
     os._exit(status)
 
@@ -173,9 +176,12 @@ def exit_now(status):
 
 
 def connect(args, rank):
-    """Connect to the store at MASTER_ADDR:MASTER_PORT, and save this rank's host name in it."""
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, and return the store.
+
+    Save this rank's host name in the store. If the connection fails, exit with the reason.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun already runs a store at this address. Under other launchers, rank 0 starts a store.
+    # torchrun already runs a store at MASTER_ADDR. Under other launchers, rank 0 starts a store.
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options = {"is_master": is_server, "timeout": timedelta(seconds=args.timeout)}
     try:
@@ -197,7 +203,7 @@ def connect(args, rank):
 def report_failure(args, rank, world_size, store, error):
     """Report why this rank cannot work with the other ranks, and exit.
 
-    If rank 0 has waited in vain, it names the ranks that did not connect.
+    If rank 0 has timed out, it names the ranks that did not connect in time.
     """
     problem = f"{type(error).__name__}: {last_line(error)}"
     if rank == 0 and re.search("(?i)time.?out|timed out", str(error)):
@@ -210,7 +216,7 @@ def report_failure(args, rank, world_size, store, error):
 
 
 def last_line(error):
-    """Return the last line of an error's message, without the file name in brackets at its start.
+    """Return the last line of an error's message, without a file name in brackets at its start.
 
     NCCL gives the reason for an error in the last line of the message.
     """
@@ -229,7 +235,7 @@ def gather(value):
 
 
 def read_facts(args, rank):
-    """Return the name of this rank's host, its software versions, and facts about its GPU."""
+    """Return this rank's number, host name and software versions, and facts about its GPU."""
     facts = {"rank": rank, "host": socket.gethostname(), "device": args.device}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformers", "datasets"):
@@ -245,7 +251,7 @@ def read_facts(args, rank):
 
 
 def choose_gpu():
-    """Return the index of this rank's GPU among the GPUs that torch sees."""
+    """Return the index of this rank's GPU among the GPUs that torch sees; exit if there is none."""
     num_gpus = torch.cuda.device_count()
     # If this task sees only one GPU, as under srun --gpus-per-task=1, the index of the GPU is 0.
     index = int(os.environ["LOCAL_RANK"]) if num_gpus > 1 else 0
@@ -286,11 +292,15 @@ def check_save_dir(args, rank):
 
 
 def measure(args, rank, hosts):
-    """Measure the speed of this rank's device and of its links to other ranks."""
+    """Measure the TFLOP/s of this rank's device, and the GB/s of its links to other ranks.
+
+    `hosts` holds the name of each rank's host. Return the rates by the name of their check.
+    """
     device, group = torch.device(args.device), None
     if args.device == "cuda":
         group = dist.new_group(backend="nccl", timeout=timedelta(seconds=args.timeout))
-    # First run a collective on all ranks, because the links below are tested only between pairs of
+    # First run a collective on all ranks. If an exchange were the first call in a group of NCCL,
+    # all ranks of the group would have to take part in it, but the exchanges below have only two
     # ranks.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     rates = {"matmul": matmul_rate(device)}
@@ -300,7 +310,7 @@ def measure(args, rank, hosts):
 
 
 def matmul_rate(device):
-    """Measure the TFLOP/s of multiplying n × n matrices; each product needs 2 n³ operations."""
+    """Return the TFLOP/s of multiplying n × n matrices; each product needs 2 n³ operations."""
     is_gpu = device.type == "cuda"
     # Use float16 on a GPU, because older GPUs are slow in bfloat16.
     n, dtype = (8192, torch.float16) if is_gpu else (512, torch.float32)
@@ -315,11 +325,11 @@ def matmul_rate(device):
 
 
 def rings_of(hosts):
-    """Return the rings of ranks that exchange data: one in each node, and rings between the nodes.
+    """Return the rings of ranks that exchange data: one ring in each node, and rings between nodes.
 
     A ring between nodes joins the ranks that have the same position in their nodes. If all nodes
-    are identical, each rank of such a ring shares its network card with the same number of other
-    ranks, so the rates in the ring are comparable.
+    are identical, each rank of a ring between nodes shares its network card with the same number of
+    other ranks, so the rates in the ring are comparable.
     """
     ranks_by_host = defaultdict(list)
     for rank, host in enumerate(hosts):
@@ -334,9 +344,9 @@ def rings_of(hosts):
 def link_rate(rank, rings, device, group):
     """Return the rate in GB/s of this rank's fastest exchange with a partner.
 
-    In each round, two ranks are partners if their positions in the ring add up to `total`, modulo
-    the length of the ring. Only the fastest exchange counts, so a partner with a slow link does not
-    make this rank look slow. Return None for a rank that never has a partner.
+    In each round, two ranks are partners if their positions in the ring add up to the round's
+    `total`, modulo the length of the ring. Only the fastest exchange counts, so a partner with a
+    slow link does not make this rank look slow. Return None for a rank that never has a partner.
     """
     [ring] = [ring for ring in rings if rank in ring]
     position = ring.index(rank)
@@ -370,12 +380,19 @@ def exchange_seconds(data, partner, group):
 
 
 def below(fraction, minimum=0):
-    """Return a test for values below `fraction` times the larger of `usual` and `minimum`."""
+    """Return a function that tests whether a value is too low, compared with the usual value.
+
+    A value is too low if it is below `fraction` times the larger of the usual value and `minimum`.
+    """
     return lambda value, usual: value < fraction * max(usual, minimum)
 
 
 def checks(args):
-    """Return all checks; some compare a rank's value with the usual value of all ranks."""
+    """Return a list of all checks.
+
+    Some checks compare a rank's value with the usual value of all ranks; the other checks compare
+    the value with a limit.
+    """
     checkpoints_gb = 3 * args.checkpoint_gb
     slow_device, slow_link = SLOW_DEVICE[args.device], SLOW_LINK[args.device]
     versions = "install the same version on all nodes, or let them share an environment"
@@ -445,7 +462,7 @@ def join_names(names, limit=8):
 
 
 def print_finding(finding):
-    """Print the problem and its ranks on one line, and the advice on the next line."""
+    """Print a finding's problem and affected ranks on one line, and the advice on the next line."""
     check = finding.check
     usual = f" (usual: {finding.usual})" if finding.usual != finding.value else ""
     print(f"{check.level:8} {check.name}: {finding.ranks}: {finding.value}{usual}")
@@ -468,7 +485,7 @@ def print_report(reports, usual_values, findings, verdict):
 
 
 def examine(args, rank, facts):
-    """Test this rank, and return the reports of all ranks: their facts and measurements."""
+    """Test this rank, and return a list of the reports of all ranks: facts and measurements."""
     all_facts = gather(facts)
     report = facts | check_save_dir(args, rank)
     dist.barrier()

@@ -37,16 +37,17 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-# Set these variables before torch is imported, because PyTorch's Flight Recorder reads them. They
-# make it keep the latest 2,000 collectives, and the duration of each NCCL collective.
+# Set these variables before torch is imported, because PyTorch's Flight Recorder reads them. With
+# these values, the recorder keeps the latest 2,000 collectives, and the duration of each NCCL
+# collective.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Each launcher sets its own variables for the rank and the world size. Use the first variable in
-# each of these lists that is set.
+# Each launcher sets its own variables for the rank and the world size. In each of these lists, use
+# the first variable that is set.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -54,8 +55,8 @@ SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_
 HEARTBEAT_INTERVAL = 2.0
 SAMPLE_INTERVAL = 0.1
 
-# whats_wrong.py ignores collectives with a longer timeout, because ranks may wait in them for hours
-# without a fault.
+# whats_wrong.py ignores collectives whose timeout is longer than this, because ranks may wait in
+# them for hours without a fault.
 PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
 
 # phase_of() writes a stack as a text with a line "file function" for each frame. The phase of the
@@ -78,15 +79,15 @@ PHASES = (
 # represents every integer of 40 bits exactly.
 HASH_MODULUS = 2**40 - 87
 
-# This pattern matches the files of Python, of installed packages and of this tool. All other files
-# are the user's code.
+# This pattern matches the files of Python, of installed packages, and of watched.py and inject.py.
+# All other files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 # If a collective's name starts with one of these words, its tensors may have a different size on
 # each rank.
 UNEVEN_COLLECTIVES = ("gather", "scatter", "all_to_all", "alltoall")
 
-# The heartbeat contains the last printed lines that this pattern matches.
+# The heartbeat contains the last lines of the script's output that this pattern matches.
 PROBLEM = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 
 
@@ -99,14 +100,14 @@ def main_stack():
 
 
 def phase_of(frames):
-    """Return the first phase of PHASES whose pattern matches the stack, or `other`."""
+    """Return the first phase of PHASES whose pattern matches the stack `frames`, or `other`."""
     text = "\n".join(f"{file} {function}" for file, _, function in frames)
     found = (phase for phase, pattern in PHASES if re.search(pattern, text, re.MULTILINE))
     return next(found, "other")
 
 
 def training_frame(frames):
-    """Return the file, the line and the function of the innermost frame in the user's code."""
+    """Return the (file, line, function) of the innermost frame that is in the user's code."""
     own = (frame for frame in reversed(frames) if not FOREIGN.search(frame[0]))
     return next(own, ("?", 0, "?"))
 
@@ -175,9 +176,11 @@ class Steps:
             self.sums["loss"] += tensors.detach().float().reshape(())
 
     def note_input(self, args, output):
-        """Hash the input of an embedding, and let backward() check the gradient of its output.
+        """Check the gradient of an embedding's output, and hash the embedding's input.
 
-        This gradient shows a fault of this rank, because the ranks have not yet reduced gradients.
+        A hook checks the gradient in backward(), before the ranks reduce their gradients, so a bad
+        gradient shows a fault of this rank. Hash the input only in steps that also check the
+        weights.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because
@@ -203,7 +206,8 @@ class Steps:
         self.end_times.append(time.time())
         values = [self.sums[name] for name in ("loss", "nonfinite_gradients", "input_hash")]
         self.sums.clear()
-        # After a resume, the optimizer's own step number includes the steps of earlier processes.
+        # Send the optimizer's own step number, too, because after a resume, it includes the steps
+        # of earlier processes.
         state = next(iter(optimizer.state.values()), {})
         values.append(state.get("step", self.count))
         if self.count == 1 or self.count % self.every == 0:
@@ -245,14 +249,17 @@ class Steps:
 
 
 def checksum(weights):
-    """Return a checksum of this rank's part of the weights, which changes if one bit changes."""
+    """Return a number that changes if a bit changes in this rank's part of the weights."""
     parts = [getattr(weight, "_local_tensor", weight).detach() for weight in weights]
     hashes = [torch.hash_tensor(part).view(torch.int64) % HASH_MODULUS for part in parts]
     return torch.stack(hashes).sum() % HASH_MODULUS
 
 
 def shard_of(weights):
-    """Describe this rank's part of the weights; ranks with the same description are replicas."""
+    """Return a text that describes this rank's part of the weights.
+
+    Ranks with the same text are replicas: they hold the same part.
+    """
     parts = set()
     for weight in weights:
         if mesh := getattr(weight, "device_mesh", None):
@@ -280,7 +287,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return the value of the first variable in `names` that is set, as an int, or `default`."""
+    """Return the first environment variable in `names` that is set, as an int, or `default`."""
     values = (os.environ[name] for name in names if name in os.environ)
     return int(next(values, default))
 
@@ -315,7 +322,8 @@ class Watch:
         # when the step or the phase last changed.
         self.position = (0, "start")
         self.position_since = time.time()
-        # This is the (file, line, function) where the latest sample found the user's code.
+        # This is the (file, line, function) in the user's code where the latest sample found the
+        # main thread.
         self.frame = ("?", 0, "?")
         self.frame_counts = Counter()
 
@@ -391,7 +399,10 @@ class Watch:
             self.position_since = time.time()
 
     def end_by_sigterm(self):
-        """Write that SIGTERM ended this rank, and end the process as SIGTERM does by default."""
+        """Record that SIGTERM has ended this rank, and end the process as SIGTERM does by default.
+
+        Write a heartbeat and a dump.
+        """
         self.error = "SIGTERM ended this rank; a launcher or a person sent it"
         self.end = "failed"
         self.tell()
@@ -450,7 +461,10 @@ class Watch:
             self.frame_counts = Counter()
 
     def write(self, suffix, content):
-        """Replace one of this rank's files in one operation, so that no reader sees half a file."""
+        """Write `content` as JSON to this rank's file with the ending `suffix`.
+
+        Replace the file in one operation, so that no reader sees half a file.
+        """
         partial = self.path.with_suffix(".new")
         # If the disk is full, skip this file; whats_wrong.py checks the free space itself.
         with suppress(OSError):
@@ -458,7 +472,7 @@ class Watch:
             partial.rename(self.path.with_suffix(suffix))
 
     def dump_if_due(self):
-        """Write a dump if someone has asked for it, or if the rank makes no progress."""
+        """Write a dump if the file `dump` was touched, or after `stall` seconds of no progress."""
         # Before the first request, the file `dump` does not exist, and stat() raises OSError.
         with suppress(OSError):
             last_request = self.dump_request_time
@@ -520,8 +534,8 @@ def recorded_collectives():
     """Return the latest collectives, up to 500 per backend, from PyTorch's Flight Recorder."""
     collectives = []
     for function in ("_dump_fr_trace", "_dump_nccl_trace"):
-        # Ignore errors, because both functions are private to torch and may change, and the second
-        # function exists only in GPU builds of torch.
+        # Ignore errors, because these functions are private to torch and may change, and because
+        # _dump_nccl_trace() exists only in GPU builds of torch.
         with suppress(Exception):
             trace = getattr(torch._C._distributed_c10d, function)()
             entries = pickle.loads(trace)["entries"][-500:]

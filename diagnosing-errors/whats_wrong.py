@@ -62,7 +62,7 @@ CLUES = {
 
 
 def parse_args():
-    """Return the checked arguments, with `reach`: the words that run a command on each host."""
+    """Return the checked arguments, and add the attribute `reach`, a result of reach_of()."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("run", type=Path, help="the run's folder, as passed to watched.py --into")
@@ -95,7 +95,7 @@ def finding(kind, ranks, reason, sure="likely"):
 
 
 def diagnose(facts, ranks):
-    """Return the verdict, which is the first finding; `also` lists the other kinds of findings.
+    """Return the first finding as the verdict; its entry "also" lists the findings of other kinds.
 
     Each function that looks for a fault returns a finding, or None if it does not find the fault.
     """
@@ -142,7 +142,7 @@ def names_of(ranks):
 
 
 def calls_by_group(ranks):
-    """Return a dictionary for each process group: rank -> sequence number -> call."""
+    """Return a list with a dictionary for each process group: rank -> sequence number -> call."""
     groups = defaultdict(dict)
     for rank in ranks:
         for name, calls in rank.calls.items():
@@ -177,7 +177,10 @@ def location_of_error(text):
 
 
 def find_failure(ranks):
-    """Explain why ranks failed or vanished; return None if no rank did, or if no cause is known."""
+    """Explain why ranks have failed or vanished.
+
+    Return None if no rank has failed or vanished, or if no cause is known yet.
+    """
     failed = [rank for rank in ranks if rank.error and cause_of(rank.error)[0]]
     # A rank that aborts in a collective is often a victim: NCCL's watchdog aborts innocent ranks,
     # and Gloo aborts a rank that receives a tensor of the wrong size.
@@ -198,9 +201,9 @@ def find_failure(ranks):
 
 
 def explain_error(ranks, first, failed):
-    """Explain the error of the rank `first`; all ranks with an error of this kind are culprits.
+    """Report the error of the rank `first`, and all ranks in `failed` with the same kind of error.
 
-    For the kind `crash`, the text must also be the same as that of `first`.
+    For the kind `crash`, report only the ranks whose errors also have the same text.
     """
     kind, text = cause_of(first.error)
     # If a gradient is not finite, all ranks stop, but their checks show which rank caused the stop.
@@ -214,7 +217,10 @@ def explain_error(ranks, first, failed):
 
 
 def explain_victims(ranks, victims):
-    """Explain a run whose failed ranks are only victims of a fault elsewhere."""
+    """Report the fault elsewhere that has made the ranks in `victims` fail.
+
+    Return None if `victims` is empty, or if a rank may still report the cause.
+    """
     recorded = [rank for rank in ranks if rank.calls and victims]
     hang = explain_hang(recorded)
     if hang and hang["kind"] != "network":
@@ -263,9 +269,10 @@ def stall_limit(ranks):
 
 
 def may_take_minutes(ranks):
-    """Return whether a healthy run may make no progress for minutes in its current phases.
+    """Return whether a run that makes no progress for minutes may be healthy.
 
-    It may if a rank compiles, or if all ranks are in the same long phase and one of them is active.
+    This is so if a rank compiles, or if all ranks are in the same phase of LONG_PHASES, and at
+    least one rank uses its CPU or has entered the phase in the last minute.
     """
     phases = {rank.phase for rank in ranks}
     is_active = any((rank.cpu or 0) > 0.05 or rank.quiet < 60 for rank in ranks)
@@ -372,7 +379,7 @@ def find_unexpected_call(group, victims):
 
 def explain_mismatch(number, ranks_by_call, history):
     """Report the ranks that did not make the expected call, or all ranks if no rank made it."""
-    # The smallest groups come first, because the culprit is seldom in a large group.
+    # Put the smallest groups of ranks first, because the culprit is seldom in a large group.
     groups = sorted(ranks_by_call.items(), key=lambda item: len(item[1]))
     expected, majority = groups[-1]
     sure = "certain"
@@ -390,10 +397,10 @@ def explain_mismatch(number, ranks_by_call, history):
 
 
 def predict_call(history):
-    """Find where the latest calls occurred before in the history; return the call that came next.
+    """Return the call that came next when the latest calls in `history` occurred before.
 
-    Look for the latest 64 calls first, then for fewer calls; return None if even the last call is
-    new.
+    Look for the latest 64 calls first, then for fewer calls. Return None if even the last call has
+    not occurred before.
     """
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
@@ -422,13 +429,19 @@ def find_straggler(ranks):
 
 
 def stands_out(rank, shares):
-    """Return whether a rank caused a long wait, three times as long as any other rank's wait."""
+    """Return whether a rank's share is at least MIN_LATE_SHARE, and three times any other share.
+
+    `shares` maps each rank to the share of the time that this rank has made other ranks wait.
+    """
     others = [share for other, share in shares.items() if other is not rank]
     return shares[rank] >= max(MIN_LATE_SHARE, 3 * max(others))
 
 
 def describe_excess(slowest, others):
-    """Name the line where the slowest rank spends more of its time than the other ranks do."""
+    """Return the line where `slowest` spends more time than usual, and the excess share, as text.
+
+    The usual share of a line is the median of the shares that the ranks in `others` spend there.
+    """
     excess = {}
     for line, share in slowest.lines.items():
         excess[line] = share - median(rank.lines.get(line, 0) for rank in others)
@@ -437,7 +450,10 @@ def describe_excess(slowest, others):
 
 
 def late_shares(group, numbers):
-    """Return the wait that each rank of a group caused, as a share of the elapsed time."""
+    """Return the wait that each rank of a group caused, as a share of the elapsed time.
+
+    Count only the collectives with the given sequence numbers.
+    """
     durations = {}
     for rank, calls in group.items():
         durations[rank] = [calls[number]["milliseconds"] for number in numbers]
@@ -576,7 +592,10 @@ def find_full_disk(facts):
 
 # ---- no fault ----------------------------------------------------------------------------------
 def describe_state(ranks):
-    """Describe a run without a known fault; the kind is `unknown` if a fault may exist."""
+    """Return a finding about a run without a known fault.
+
+    The kind of the finding is `unknown` if the run may have a fault.
+    """
     if all(rank.end == "finished" for rank in ranks):
         reason = f"all ranks have ended without an error, after step {ranks[0].step}"
         return finding("finished", ranks, reason, "certain")
@@ -598,7 +617,7 @@ def show(facts, verdict, ranks):
         detail = cause_of(rank.error)[1][:200] if rank.error else f"at {location_of(rank.frames)}"
         groups[f"{rank.state}, in {rank.position}, {detail}"].append(rank)
     print(f"{facts['run']}: {len(ranks)} ranks")
-    # The smallest groups come first, because the culprit is seldom in a large group.
+    # Put the smallest groups of ranks first, because the culprit is seldom in a large group.
     for state, members in sorted(groups.items(), key=lambda item: len(item[1]))[:12]:
         print(f"  {names_of(members)}: {state}")
     for other in verdict["also"]:

@@ -167,12 +167,12 @@ def fail(problem):
 
 # ---- documents -------------------------------------------------------------------------------
 def match_name(path):
-    """Return the parts of a file's name as a match, or None if its format is unknown."""
+    """Return the match of a file's name with NAME, or None if the format of the file is unknown."""
     return NAME.fullmatch(path.name.lower())
 
 
 def open_decompressed(path):
-    """Open a file for reading bytes, without the byte order mark that it may begin with."""
+    """Open a file to read its decompressed bytes, without a byte order mark at its beginning."""
     compression = COMPRESSIONS.get(match_name(path)["compression"])
     if compression == "xz":
         stream = lzma.open(path)
@@ -205,7 +205,7 @@ def words_of(name):
 
 
 def shard_of(path):
-    """Return a file as a shard; its hash covers its first, its middle and its last block."""
+    """Return the Shard of a file; hash the first, the middle and the last block of the file."""
     size, content = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
         for start in (0, size // 2, size - BLOCK):
@@ -215,7 +215,10 @@ def shard_of(path):
 
 
 def records_of(path, column):
-    """Yield the records of a file, such as rows or lines of JSON, each with its number."""
+    """Yield each record of a file, such as a row of a table or a line of JSON.
+
+    Yield each record as (number, record), with the number of the row or of the line.
+    """
     kind = match_name(path)["format"]
     if kind == "parquet":
         table = pyarrow.parquet.ParquetFile(path)
@@ -262,12 +265,15 @@ def rows_of(file, delimiter):
 
 
 def pydoc_records(column):
-    """Yield the texts of Python's documentation."""
+    """Yield the texts of Python's documentation as numbered records."""
     yield from enumerate(({column: text} for text in topics.values()), 1)
 
 
 def letters_records(_):
-    """Yield prompts that ask to sort letters, each with a right and a wrong answer."""
+    """Yield 5,000 numbered records with prompts that ask to sort letters.
+
+    Each record has a right and a wrong answer.
+    """
     generator = random.Random(0)
     for number in range(1, 5001):
         given = generator.choices(string.ascii_lowercase, k=6)
@@ -277,13 +283,16 @@ def letters_records(_):
 
 
 def check_column(column, names):
-    """Raise an error that names the existing columns if `column` is not among them."""
+    """Raise an error that lists the existing columns `names` if `column` is not one of them."""
     if column not in names:
         raise ValueError(f"no column {column}; choose --text-column from: {', '.join(names)}")
 
 
 def row_of(record):
-    """Return a record as a dict; raise an error if the record is one, or is not a JSON object."""
+    """Return a record as a dictionary; raise ValueError if it is not a JSON object.
+
+    If reading has failed, the record is an exception; then raise this exception.
+    """
     if isinstance(record, Exception):
         raise record
     if isinstance(record, bytes):
@@ -308,9 +317,9 @@ def text_of(record, column):
 
 
 def sources_of(args):
-    """Return one source per name if the names have weights, otherwise one source of all names.
+    """Return one Source for each name if the names have weights, otherwise one Source of all names.
 
-    Sources with weights repeat their documents; a source without a weight is read once.
+    A Source with a weight repeats its documents; a Source without a weight is read once.
     """
     weights = {}
     for word in args.sources:
@@ -345,13 +354,19 @@ class Source:
         self.load_state({"pass": 0, "batch": 0, "shards": 0, "open": []})
 
     def load_state(self, state):
-        """Restore a result of state(), so that next_batch() returns the batch that followed it."""
+        """Restore a result of state().
+
+        After that, next_batch() returns the same batches that it returned after state().
+        """
         self.pass_number, self.batch = state["pass"], state["batch"]
         self.num_opened = state["shards"]
         self.readers = [[*reader, self.records_of(*reader)] for reader in state["open"]]
 
     def records_of(self, number, used):
-        """Yield this part's unused records of a shard, as (index, line, record)."""
+        """Yield this part's records of a shard as (index, line, record).
+
+        Leave out the first `used` records of the shard, which earlier batches have used.
+        """
         part, parts = self.args.part
         # Read all columns of conversations, because a conversation may need several columns.
         column = self.args.text_column if self.args.kind == "text" else None
@@ -361,12 +376,12 @@ class Source:
                 yield index, line, record
 
     def state(self):
-        """Return a state for load_state(), which then continues with the next batch."""
+        """Return a state that lets load_state() continue with the next batch."""
         state = {"pass": self.pass_number, "batch": self.batch, "shards": self.num_opened}
         return state | {"open": [[number, used] for number, used, _ in self.readers]}
 
     def has_ended(self):
-        """Return whether all batches have been read."""
+        """Return whether all batches have been read; a source with a weight never ends."""
         return self.pass_number > 0 and not self.repeats
 
     def next_batch(self):
@@ -414,7 +429,7 @@ def until_error(records):
 
 
 def reason_of(error):
-    """Return the type and the message of an exception in one line."""
+    """Return an exception's message in one line, after its type unless the type is ValueError."""
     name = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split())
 
@@ -427,7 +442,8 @@ def shards_of(name):
         return [Shard(name, len(text), hashlib.sha256(text).hexdigest(), pydoc_records)]
     if name == "letters":
         return [Shard(name, 1, "", letters_records)]
-    # Pass the name to os.path.exists(), because Path("") is the current folder, which exists.
+    # Pass the name to os.path.exists() in place of path.exists(), because Path("") is the current
+    # folder, which exists.
     if os.path.exists(name):
         files = [path] if path.is_file() and match_name(path) else files_of(path)
         if not files:
@@ -437,7 +453,7 @@ def shards_of(name):
             with ThreadPoolExecutor() as pool:
                 return list(pool.map(shard_of, files))
         except OSError as error:
-            fail(f"{name}: {reason_of(error)}")
+            fail(f"{name}: {reason_of(error)}; make all its files readable")
     # Import datasets only here, because each worker imports this file, and the import of datasets
     # takes seconds.
     import datasets
@@ -452,7 +468,10 @@ def shards_of(name):
         if stream.info.builder_name == "text":
             stream = load(sample_by="paragraph")
     except Exception as error:
-        fail(f"{name}: no such file or folder, and no dataset of the hub: {reason_of(error)}")
+        fail(
+            f"{name}: no such file or folder, and the hub gives no dataset of this name; "
+            f"check the name: {reason_of(error)}"
+        )
 
     def read(number, _):
         return enumerate(stream.shard(num_shards=stream.num_shards, index=number), 1)
@@ -495,7 +514,7 @@ def fingerprint_of(tokenizer):
 
 
 def num_workers(sources):
-    """Return 1 if the sources are small, and the number of cores otherwise."""
+    """Return the number of workers: 1 for small sources, and otherwise the number of cores."""
     sizes = [shard.size for source in sources for shard in source.shards]
     return 1 if all(sizes) and sum(sizes) < SMALL else num_cores()
 
@@ -517,10 +536,11 @@ def start_worker():
 
 
 def tokenize(args, records):
-    """Tokenize records.
+    """Tokenize records, and return four values.
 
-    Return the joined tokens of all documents, the position where each document ends, the records
-    that cannot be used, each with the reason, and the counts of tokenize_packed().
+    The values are the joined tokens of all documents, the positions where the documents end, a list
+    with (shard, line, reason) for each record that cannot be used, and the counts of
+    tokenize_packed().
     """
     if args.kind != "text":
         return tokenize_packed(args, records)
@@ -530,7 +550,7 @@ def tokenize(args, records):
             texts.append(text_of(record, args.text_column))
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
-    # Split a control token that a text quotes, such as </s>, into ordinary tokens.
+    # Split a control token, such as </s>, into ordinary tokens, because a text only quotes it.
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ids = tokenizer(texts, **options)["input_ids"] if texts else []
     documents = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in ids]
@@ -559,11 +579,15 @@ def tokenize_packed(args, records):
 
 
 def units_of(args, tokenizer, row, counts):
-    """Return the units that packing must not split: documents of a conversation, or one pair."""
+    """Return a row's units, which packing must not split: a conversation's documents, or one pair.
+
+    Leave out units that are longer than --seq-length, and rows that quote control tokens. Update
+    `counts`.
+    """
     is_pair, tools = args.kind == "preferences", row.get("tools") or None
     tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
     conversations = pair_of(row) if is_pair else [messages_of(turns_of(args, row))]
-    # Leave out a row that quotes a control token, because the tokenizer would take the quotation
+    # Leave out a row that quotes a control token, because the tokenizer would mistake the quotation
     # for a real control token.
     quoted = json.dumps([conversations, tools], ensure_ascii=False, default=str)
     if any(token in quoted for token in control_tokens(tokenizer)):
@@ -614,7 +638,7 @@ def as_turns(text_or_turns, role):
 
 
 def pair_of(row):
-    """Return two conversations, which end with the chosen and with the rejected answer."""
+    """Return two conversations: the first has the chosen answer, the second the rejected answer."""
     if not {"chosen", "rejected"} <= row.keys():
         raise ValueError(f"no columns chosen and rejected; the columns are: {', '.join(row)}")
     pair = []
@@ -699,8 +723,8 @@ def documents_of(tokenizer, messages, tools):
         if not answered.startswith(prompt):
             problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
             raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
-        # Check that the answer's text contains these words, because a template may leave out tool
-        # calls or thoughts.
+        # Check that the answer's text contains the name of each tool call and, for each key in
+        # TEXTS, the last word of its text, because a template may leave out tool calls or thoughts.
         words = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
         words += [word for key in TEXTS for word in message.get(key, "").split()[-1:]]
         for word in words:
@@ -741,8 +765,9 @@ def tokens_of(tokenizer, text, answers, counts):
 def pack(args, tokenizer, units):
     """Pack units into samples: each unit joins the fullest sample that has space (best fit).
 
-    The samples are in the order of their longest units in `units`. In the order of packing, the
-    last samples, which the scripts hold out for evaluation, would have only short units.
+    The samples are in the order that their longest units have in `units`. If they were in the order
+    of packing, the last samples, which the scripts hold out for evaluation, would have only short
+    units. Fill each sample with padding.
     """
     samples = {}
     for number in sorted(range(len(units)), key=lambda number: -len(units[number])):
@@ -757,7 +782,7 @@ def pack(args, tokenizer, units):
 
 
 def show_sample(args, tokenizer):
-    """Print the first sample up to its last answer.
+    """Print the first sample up to its last answer, but at most 1,000 tokens.
 
     A line of dashes marks the start of a document, and »...« marks an answer.
     """
@@ -777,7 +802,8 @@ class Stream:
     def __init__(self, source, state, pool):
         self.source, self.pool, self.waiting = source, pool, deque()
         self.num_tokens = self.num_bad = 0
-        # Keep the counts of tokenize_packed() for this batch, and for all earlier batches.
+        # `batch_counts` holds the counts of tokenize_packed() for this batch, and `counts` holds
+        # the counts for all earlier batches.
         self.batch_counts, self.counts = Counter(), Counter()
         if state:
             source.load_state(state["source"])
@@ -837,8 +863,9 @@ class Stream:
     def urgency(self, total):
         """Return a pair of values; the source with the largest pair provides the next tokens.
 
-        The first value is whether the pieces so far contain only the start of this source's current
-        document. The second value is how many tokens the source is behind its share of `total`.
+        The first value is True if the pieces so far contain only the start of this source's current
+        document. The second value is the number of tokens that this source lacks, compared with its
+        share of `total`.
         """
         is_within_document = self.used > 0 and self.used not in self.ends
         return is_within_document, self.source.weight * total - self.num_tokens
@@ -966,7 +993,7 @@ def main():
     try:
         tokenizer = load_tokenizer(args.model_name)
     except Exception as error:
-        fail(f"--model-name {args.model_name}: {reason_of(error)}")
+        fail(f"--model-name {args.model_name}: {reason_of(error)}; choose a model with a tokenizer")
     if tokenizer.eos_token_id is None:
         fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token; define one")
     index = describe(args, sources, tokenizer)

@@ -13,13 +13,17 @@ import sys
 import time
 from pathlib import Path
 
-# The rules in job.yaml restart a pod that exits with this status (EX_TEMPFAIL of
-# sysexits.h), and do not count it as a failure.
+# The rules in job.yaml restart a pod that exits with this status (EX_TEMPFAIL of sysexits.h), and
+# do not count the exit as a failure.
 RETRY_STATUS = 75
 
 
 def main():
-    """Run torchrun; exit with its workers' status, or with RETRY_STATUS after a stop on request."""
+    """Run torchrun, and exit with the status that torchrun() returns.
+
+    If no worker has failed, but the run has not finished, exit with RETRY_STATUS, because the
+    workers have then stopped on request.
+    """
     # Handle SIGTERM from the start. Process 1 of a container ignores a signal that has no handler,
     # and torchrun sets its own handler only later.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -60,12 +64,12 @@ def torchrun(arguments):
 
 
 def join_once(next_rendezvous):
-    """Make a replacement pod wait at the rendezvous until all other pods have been replaced, too.
+    """Return a `next_rendezvous` that waits until all pods of the old attempt have been replaced.
 
     The first pod may still run the rendezvous of the old attempt, because the pods of the old
-    attempt leave it only after a timeout. In that rendezvous, torchrun would mistake a replacement
-    pod for the pod that it replaces. So each pod counts itself in the store of the rendezvous: a
-    count above 1 means that the store belongs to the old attempt.
+    attempt leave this rendezvous only after a timeout. There, torchrun would mistake a new pod for
+    the old pod of the same rank. So each pod counts itself in the store of the rendezvous: a count
+    above 1 means that the store belongs to the old attempt.
 
     torchrun calls the returned function only once, because torchrun's own restarts are off.
     """
@@ -73,7 +77,8 @@ def join_once(next_rendezvous):
     def join_new_attempt(self):
         while True:
             rendezvous = next_rendezvous(self)
-            # If the first pod has ended, the store raises RuntimeError; join again in a second.
+            # If the first pod, which runs the store, has ended, add() raises RuntimeError. Join
+            # again after a second.
             try:
                 if rendezvous.store.add(f"pod-{self.rank}", 1) == 1:
                     return rendezvous
@@ -86,10 +91,10 @@ def join_once(next_rendezvous):
 
 
 def is_finished(run_dir):
-    """Return whether the run has finished: its final model is then newer than its checkpoints.
+    """Return whether a run has finished: its final model is then newer than its checkpoints.
 
-    Return True for a script that writes no checkpoints, because its files do not show whether it
-    has finished.
+    Return True without `run_dir`, and for a script that writes no checkpoints, because then no
+    files show whether the run has finished.
     """
     if not run_dir or not Path(run_dir, "checkpoints").exists():
         return True

@@ -47,7 +47,10 @@ def train(samples, batch, lr, seed):
 
 
 def sweep(args, cells, rows):
-    """Train at each (batch size, rate) in `cells` that has no row yet; append a row per seed."""
+    """Train at each (batch size, rate) in `cells` that has no row in `rows` yet.
+
+    Append a row with the validation loss for each seed.
+    """
     known = {(row["batch"], row["lr"]) for row in rows}
     new_cells = [cell for cell in cells if cell not in known]
     for seed, (batch, lr) in product(range(args.seeds), new_cells):

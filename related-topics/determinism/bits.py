@@ -24,7 +24,7 @@ RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --b
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8
     --checkpoint-every 10 --keep-checkpoints 2""".split()
 # A layout has a chapter, a number of ranks, a number of threads per rank, and additional flags. The
-# program compares each layout with the first layout, which is the norm.
+# first layout is the norm: the program compares each layout with it.
 LAYOUTS = {
     "01": ("01", 1, 1, ""),
     "01, 2 threads": ("01", 1, 2, ""),

@@ -33,7 +33,10 @@ COMPARISONS = {
 
 
 def train(folder, cell):
-    """Run the script with a seed; return its losses and the gradient norms of all steps."""
+    """Train with one (seed, (precision, ranks)), and return a row.
+
+    The row has the last validation loss, and the losses and the gradient norms of all steps.
+    """
     seed, (precision, ranks) = cell
     words = f"{SETTINGS} {PRECISIONS[precision]} --seed {seed} --save-dir {folder}"
     words += f" -e {precision}-{ranks}-{seed}"
@@ -47,10 +50,12 @@ def train(folder, cell):
 
 
 def differences(rows):
-    """Return the largest differences of all seeds, by comparison.
+    """Return, for each comparison, the largest differences between the losses of two runs.
 
-    A difference of two runs has that of the last validation losses, the mean of all steps, and that
-    of the step where the runs differ most, with the gradient norm of this step.
+    The largest differences are over all seeds and all pairs of runs in the comparison. "val_loss"
+    is the difference of the last validation losses, and "mean" is the mean difference of all steps.
+    "step" is the difference in the step where it is largest, and "norm" is the gradient norm in
+    this step.
     """
     runs = {(row["seed"], (row["precision"], row["ranks"])): row for row in rows}
     found = {}
@@ -69,7 +74,7 @@ def differences(rows):
 
 
 def compare(args, folder):
-    """Train all runs, two at a time; print the largest difference of each comparison."""
+    """Train all runs, two at a time; print the largest differences of each comparison."""
     rows = []
     with ThreadPoolExecutor(2) as pool:
         cells = product(range(args.seeds), RUNS)

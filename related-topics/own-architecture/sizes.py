@@ -48,7 +48,10 @@ def config_of(size):
 
 
 def needs_of(size):
-    """Return a size's number of weights, tokens and GPU hours, and its setting on each machine."""
+    """Return a row with the weights, the training tokens and the GPU hours of a size.
+
+    For each machine, the row has the first setting of the planner that fits, and its GiB per GPU.
+    """
     import will_it_fit as planner
 
     width, *_, tied = SHAPES[size]
