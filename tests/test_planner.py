@@ -281,6 +281,13 @@ def test_lora_is_faster_than_all_weights_as_published():
     assert lora["mfu"] == pytest.approx(full["mfu"], rel=0.05)
 
 
+def test_replicas_send_no_frozen_weights():
+    words = "-m meta-llama/Llama-3.1-8B -s 2048 -b 1 --gpus-per-node 2 --lora-rank 16 --replicas"
+    sharded, replicated = (speed_of(setting_from(f"{words} {replicas}")) for replicas in (1, 2))
+    assert replicated["network_gb"] == 0
+    assert replicated["tokens_per_second"] > sharded["tokens_per_second"]
+
+
 def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
     """Return the planner's setting for splitting Llama-3.1-8B in the way `split` of SPLITS.
 

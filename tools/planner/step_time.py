@@ -350,7 +350,12 @@ class StepTime:
         return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
 
     def reduce_replicas(self):
-        """Return the seconds to add up the replicas' gradients of a layer, and of the root."""
+        """Return the seconds to add up the replicas' gradients of a layer, and of the root.
+
+        LoRA's adapters are small, so their gradients count as nothing.
+        """
+        if self.setting.lora_rank:
+            return 0.0, 0.0
         size, times = self.setting.weight_bytes, (self.depth, 1)
         return self.per_group("replicas", "all-reduce", size, times)
 
