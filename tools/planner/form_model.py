@@ -19,7 +19,7 @@ FACTS, FOUND = {}, {}
 
 # ---- what replaces runs on fake tensors ------------------------------------------------------
 def key_of(setting):
-    """Return the key of a setting's segments among the facts of a model."""
+    """Return the key of a setting in the dictionary `segments` of a model's facts."""
     chapter = "02" if setting.chapter == "02" else "04" if setting.chapter < "05" else "05"
     tensor, context = setting.tensor_parallel_size, setting.context_parallel_size
     style = setting.context_parallel_style if context > 1 else ""
@@ -95,7 +95,10 @@ def words_without_layout(args, chapter):
 
 
 def layout_of(args, chapter, words, line):
-    """Return the setting, the command and the speed of a layout, or None if a script refuses it."""
+    """Return the setting, the command and the speed of a layout.
+
+    Return None if the chapter's script would refuse the layout.
+    """
     flags = FACTS["flags"].copy()
     for number, word in enumerate(line):
         if word.startswith("--"):

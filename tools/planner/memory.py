@@ -143,7 +143,7 @@ class StepMemory:
     use = free = reduce = gather
 
     def shapes(self, group):
-        """Return the shapes of a group's weights."""
+        """Return the shapes of the weights that FSDP gathers together, as a group."""
         if not group:
             return self.model.root
         shapes = self.model.layers[(group - 1) % self.depth]
