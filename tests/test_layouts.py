@@ -232,7 +232,7 @@ def reference_of(run):
 
 
 def job_of(models, run, root, *more):
-    """Return a job for run_jobs() that trains the layout of a run with the run's settings."""
+    """Return a job, for run_jobs(), that trains with the layout and settings in the name `run`."""
     name, _, settings = run.partition("@")
     args = [*SHORT, *STEPS.split(), *LAYOUTS[name].flags.split()]
     flags = SETTINGS | CURVES

@@ -324,7 +324,8 @@ def test_cancelled_job_saves_and_continues_on_other_nodes(user, curves, before, 
     assert user.cluster.job(job)["JobState"] == "CANCELLED", "the cancelled job was requeued"
 
 
-# If a host dies, this torchrun continues with the other host.
+# If h2 dies, the torchrun on h1 continues alone. If h1 dies, both torchruns exit, because the
+# rendezvous is on h1.
 ELASTIC = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 ELASTIC += " --rdzv-id elastic --rdzv-endpoint h1:29400 --rdzv-conf last_call_timeout=10"
 

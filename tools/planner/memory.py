@@ -176,8 +176,8 @@ class StepMemory:
 
         The `temporary` bytes exist only at this moment.
         """
-        # Add `held` and `temporary` only at a new peak, because the addition is slow, and most
-        # moments are not a new peak.
+        # Compare only the totals at first. Adding the two counters is slow, and few moments are a
+        # new peak.
         total = sum(self.held.values()) + sum(temporary.values())
         if total > self.peak:
             self.peak, self.when, self.most = total, when, self.held + Counter(temporary)
