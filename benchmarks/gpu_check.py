@@ -245,13 +245,14 @@ def follow(bench, chapter, flags, runs):
 
 
 def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, split=""):
-    """Compare a chapter's losses on one device and on all devices with its fp32 losses on the CPU.
+    """Compare a chapter's losses on devices with its fp32 losses on the CPU.
 
+    Without `split`, run the chapter on one device and on all devices, but chapter 01 on only one.
     `own_flags` holds flags of the runs on devices, and `model` holds flags of all runs. `family`
     names a model family of transformers, perhaps with settings, and makes all runs train a small
     model of this family. `split` is a flag that splits each layer, each sequence or the model among
-    the devices; with this flag, there is no run on one device. `within` is the range of allowed
-    differences.
+    up to four devices; with this flag, there is no run on one device. `within` is the range of
+    allowed differences.
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:

@@ -87,8 +87,8 @@ def ways_to_split(args):
         powers = [2**power for power in range(1, 13)]
         return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
-    # The ranks of a tensor-parallel or context-parallel group process the same samples, so each
-    # rank has memory for larger micro-batches.
+    # The ranks of a tensor-parallel or context-parallel group share the activations of each sample,
+    # so a rank has memory for larger micro-batches.
     batch, group = args.batch_size, args.batch_size * args.gpus_per_node
     alone = [f"--batch-size {size}" for size in sorted({batch, 1}, reverse=True)]
     together = [f"--batch-size {size}" for size in sorted({group, batch, 1}, reverse=True)]
