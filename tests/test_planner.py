@@ -502,7 +502,7 @@ CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {
     "06-tensor-parallel/README.md": (
-        r"expects (\d+) GiB per GPU, and (\d+) GiB without the last two flags",
+        r"expects (\d+) GiB per GPU, and (\d+) GiB with FSDP alone",
         [f"{SPLIT_405B} --batch-size 8", f"{CONFIGS}405b.args --nodes 8"],
     ),
     "07-pipeline-parallel/README.md": (
@@ -551,7 +551,7 @@ SPEEDS_IN_TEXT = {
         ],
     ),
     "09-expert-parallel/README.md": (
-        r"expects ([\d,]+) tokens per second on each GPU, and ([\d,]+) with FSDP alone",
+        r"expects ([\d,]+) tokens per second on each GPU with expert parallelism, and ([\d,]+)",
         [f"{MIXTURE_30B} --recompute full --expert-parallel-size {size}" for size in (8, 1)],
     ),
 }
