@@ -32,7 +32,7 @@ def refuse(message):
 def train(chapter, words):
     """Train three steps; return each step's loss and gradient norm, and the gradients of step 1.
 
-    If the chapter refuses the model, return the reason and no gradients.
+    If the chapter or torch refuses the model, return the reason and no gradients.
     """
     sys.argv = ["train_llm.py", *words]
     device, steps, gradients = torch.device("cpu"), [], {}
@@ -50,7 +50,9 @@ def train(chapter, words):
         model = chapter.shard(args, chapter.build_model(args, config), device)
         optimizer = chapter.build_optimizer(args, model)
         chapter.check_causal(args, model, device)
-    except RefusedError as reason:
+    except (RefusedError, RuntimeError) as reason:
+        # A RuntimeError is torch's refusal: the family's small model, or its split, cannot compute
+        # a batch.
         return str(reason), {}
     torch.manual_seed(0)
     ids = torch.randint(3, 200, (32, args.seq_length))
