@@ -50,19 +50,20 @@ def train(chapter, words):
         model = chapter.shard(args, chapter.build_model(args, config), device)
         optimizer = chapter.build_optimizer(args, model)
         chapter.check_causal(args, model, device)
+        torch.manual_seed(0)
+        ids = torch.randint(3, 200, (32, args.seq_length))
+        chapter.clip_gradients = keep_and_clip
+        for step in (1, 2, 3):
+            samples = chapter.Samples(args.seed, ids, iter(()))
+            loss, norm = chapter.train_step(args, model, optimizer, samples, step, device)
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
+            steps.append([loss.item(), norm.item()])
     except (RefusedError, RuntimeError) as reason:
         # A RuntimeError is torch's refusal: the family's small model, or its split, cannot compute
         # a batch.
         return str(reason), {}
-    torch.manual_seed(0)
-    ids = torch.randint(3, 200, (32, args.seq_length))
-    chapter.clip_gradients = keep_and_clip
-    for step in (1, 2, 3):
-        samples = chapter.Samples(args.seed, ids, iter(()))
-        loss, norm = chapter.train_step(args, model, optimizer, samples, step, device)
-        dist.all_reduce(loss, dist.ReduceOp.AVG)
-        steps.append([loss.item(), norm.item()])
-    chapter.clip_gradients = clip
+    finally:
+        chapter.clip_gradients = clip
     return steps, gradients["first"]
 
 
