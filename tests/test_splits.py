@@ -12,6 +12,9 @@ from runs import call_on_ranks
 TP2, EP2 = ["--tensor-parallel-size", 2], ["--expert-parallel-size", 2]
 # In each of these families, ranks share the work of a layer in a different way.
 DENSE = "llama qwen2 qwen3 gemma olmo2 phi3 gpt_neox".split()
+# torch cannot compute a batch with these families: the small model of the first one has too few
+# experts for its groups, and the tensor-parallel plans of the others do not fit their experts.
+BROKEN = {"bailing_hybrid", "hy_v3", "laguna"}
 TRAINING = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --num-steps 4
     --eval-samples 4 --warmup-steps 1""".split()
 
@@ -68,6 +71,8 @@ def test_split_model_has_the_same_gradients_or_is_refused(
     for family, result in results.items():
         if isinstance(result, str):
             print(f"{family}: {result}")
+            is_error = result.startswith("RuntimeError")
+            assert not is_error or family.partition("+")[0] in BROKEN, f"{family}: {result}"
             continue
         steps, split_steps, differences = result
         # Compare each gradient, because a gradient that is added up twice hardly changes the norm

@@ -32,7 +32,8 @@ def refuse(message):
 def train(chapter, words):
     """Train three steps; return each step's loss and gradient norm, and the gradients of step 1.
 
-    If the chapter or torch refuses the model, return the reason and no gradients.
+    If the chapter refuses the model, or torch cannot compute a batch, return the reason and no
+    gradients.
     """
     sys.argv = ["train_llm.py", *words]
     device, steps, gradients = torch.device("cpu"), [], {}
@@ -58,10 +59,10 @@ def train(chapter, words):
             loss, norm = chapter.train_step(args, model, optimizer, samples, step, device)
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             steps.append([loss.item(), norm.item()])
-    except (RefusedError, RuntimeError) as reason:
-        # A RuntimeError is torch's refusal: the family's small model, or its split, cannot compute
-        # a batch.
+    except RefusedError as reason:
         return str(reason), {}
+    except RuntimeError as error:
+        return f"RuntimeError: {error}", {}
     finally:
         chapter.clip_gradients = clip
     return steps, gradients["first"]
