@@ -96,6 +96,29 @@ def diff(before, after):
     return lines
 
 
+def diff_by_part(before, after):
+    """Return the lines of diff() by the name of their part.
+
+    A removed line belongs to a part of `before`, and every other line to a part of `after`. Lines
+    between two parts have a number in place of a name; the docstring and the imports have 0.
+    """
+    old_names, new_names = (
+        {number: name for name, numbers in parts(path.read_text()).items() for number in numbers}
+        for path in (before, after)
+    )
+
+    def part_of(line):
+        mark, _, old, new = line
+        return old_names.get(old) if mark == "-" else new_names.get(new)
+
+    # A part may have several groups of lines, because a diff may interrupt a removed part with
+    # lines of a new part.
+    found = {}
+    for number, (name, lines) in enumerate(groupby(diff(before, after), key=part_of)):
+        found.setdefault(name or number, []).extend(lines)
+    return found
+
+
 def num_added(before, after):
     """Return the number of code lines that the script `after` adds to the script `before`."""
     pair = [code_lines(path.read_text()) for path in (before, after)]
@@ -103,32 +126,23 @@ def num_added(before, after):
     return sum(line.startswith("+") and not line.startswith("+++") for line in marked)
 
 
-def texts_of(source):
-    """Return the decorators and the other lines of each part of a script, by the part's name."""
-    found, lines = {}, source.splitlines()
-    for name, numbers in parts(source).items():
-        text = [lines[number - 1] for number in numbers]
-        decorators = [line for line in text if line.startswith("@")]
-        found[name] = decorators, [line for line in text if not line.startswith("@")]
-    return found
-
-
 def changes(before, after):
     """Return the names of the flags and parts that differ between two scripts.
 
     The result maps each kind of change, such as "new", to a list of names.
     """
-    before, after = before.read_text(), after.read_text()
-    old, new = texts_of(before), texts_of(after)
-    old_flags, new_flags = flags(before), flags(after)
+    old, new = parts(before.read_text()), parts(after.read_text())
+    old_flags, new_flags = flags(before.read_text()), flags(after.read_text())
+    changed, decorated = set(), set()
+    for name, lines in diff_by_part(before, after).items():
+        changed_lines = [line for mark, line, *_ in lines if mark != " "]
+        if changed_lines and name in old.keys() & new.keys():
+            is_decorated = all(line.startswith("@") for line in changed_lines)
+            (decorated if is_decorated else changed).add(name)
     found = {
         "flags": {name for name, _ in old_flags.items() ^ new_flags.items()},
-        "changed": {name for name in old.keys() & new.keys() if old[name][1] != new[name][1]},
-        "decorated": {
-            name
-            for name in old.keys() & new.keys()
-            if old[name] != new[name] and old[name][1] == new[name][1]
-        },
+        "changed": changed,
+        "decorated": decorated,
         "new": new.keys() - old.keys(),
         "gone": old.keys() - new.keys(),
     }

@@ -22,7 +22,7 @@ from statistics import median
 import jinja2
 from cogapp import Cog
 
-from chapters import ROOT, changes, chapters, diff, flags, parent_of, parts
+from chapters import ROOT, changes, chapters, diff, diff_by_part, flags, parent_of, parts
 from readme import readmes
 
 RESULTS = ROOT / "benchmarks/results"
@@ -31,6 +31,12 @@ RESULTS = ROOT / "benchmarks/results"
 def current_folder():
     """Return the folder of the README that cog processes."""
     return Path(sys.modules["cog"].inFile).resolve().parent
+
+
+def current_scripts():
+    """Return the paths of two scripts: the parent's, and the script of the README's chapter."""
+    chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
+    return chapters()[parent_of(chapter)], chapters()[chapter]
 
 
 # ---- scripts and their output ----------------------------------------------------------------
@@ -60,20 +66,13 @@ def hunk(*names, context=3, only=""):
 
     Show only the changed lines that the pattern `only` matches, with `context` lines around each.
     """
-    chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
-    parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
-    before, after = parts(parent.read_text()), parts(script.read_text())
-    lines = []
+    lines, by_part = [], diff_by_part(*current_scripts())
     for name in names:
-        part = [
-            (mark, line)
-            for mark, line, old, new in diff(parent, script)
-            if (old in before.get(name, ()) if mark == "-" else new in after.get(name, ()))
-        ]
+        part = [mark + line for mark, line, *_ in by_part[name]]
         changed = [
             number
-            for number, (mark, line) in enumerate(part)
-            if mark != " " and re.search(only, line)
+            for number, line in enumerate(part)
+            if line[0] != " " and re.search(only, line[1:])
         ]
         if not changed:
             raise ValueError(f"{name}: no changed line matches")
@@ -81,7 +80,7 @@ def hunk(*names, context=3, only=""):
         shown = sorted(set().union(*near) & set(range(len(part))))
         lines.append(f"@@ {name} @@")
         for number, following in pairwise([*shown, None]):
-            lines.append("".join(part[number]).rstrip())
+            lines.append(part[number].rstrip())
             if following is not None and following > number + 1:
                 lines.append(f"@@ {name}, further down @@")
     fenced("diff", lines)
@@ -92,10 +91,8 @@ def all_changes():
 
     Compare the script with the script of the parent chapter.
     """
-    chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
-    parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
     print("<details><summary>Everything that changes</summary>", "", sep="\n")
-    for kind, names in changes(parent, script).items():
+    for kind, names in changes(*current_scripts()).items():
         print(f"- **{kind}**:", ", ".join(f"`{name}`" for name in names))
     print("", "</details>", sep="\n")
 
