@@ -61,10 +61,10 @@ def listing(path, *names, only=""):
     fenced("python", lines)
 
 
-def hunk(*names, context=3, only=""):
+def hunk(*names, only=""):
     """Print the diff of the named functions between the parent chapter's script and this chapter's.
 
-    Show only the changed lines that the pattern `only` matches, with `context` lines around each.
+    Show only the changed lines that the pattern `only` matches.
     """
     lines, by_part = [], diff_by_part(*current_scripts())
     for name in names:
@@ -76,10 +76,8 @@ def hunk(*names, context=3, only=""):
         ]
         if not changed:
             raise ValueError(f"{name}: no changed line matches")
-        near = (range(number - context, number + context + 1) for number in changed)
-        shown = sorted(set().union(*near) & set(range(len(part))))
         lines.append(f"@@ {name} @@")
-        for number, following in pairwise([*shown, None]):
+        for number, following in pairwise([*changed, None]):
             lines.append(part[number].rstrip())
             if following is not None and following > number + 1:
                 lines.append(f"@@ {name}, further down @@")
@@ -134,10 +132,9 @@ def fault(name, log_lines=0):
 def plan(config):
     """Print the planner's verdict on a model, such as "llama-3.1-8b", as lines of comments."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
-    for line in text.splitlines():
-        name, verdict = line.split(" on ", 1)
+    for name, gpus, verdict in re.findall("(.*) on (.*?): (.*)", text):
         if name.lower().endswith(config):
-            print(f"# {verdict.replace(': ', ':|#   ', 1)}".replace("|", "\n"))
+            print(f"# {gpus}:", f"#   {verdict}", sep="\n")
 
 
 def tensor_plan():
@@ -152,13 +149,12 @@ def tensor_plan():
 def checks_of(file):
     """Return the table rows of a file of gpu_check.py's results, and the skipped checks by reason.
 
-    A row stands for all checks whose names begin with the same word. For each number that these
-    checks measure, the row has the lowest and the highest value.
+    A row stands for all checks whose names begin with the same word, or for one check of speed. For
+    each number that these checks measure, the row has the lowest and the highest value.
     """
     rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
-        is_speed = row["name"].startswith("speed")
-        kind = row["name"] if is_speed else row["name"].partition("-")[0]
+        kind = re.match("speed.*|[^-]*", row["name"])[0]
         if row["passed"] is None:
             skipped[row["reason"]].append(f"`{row['name']}`")
         else:
@@ -399,12 +395,11 @@ def macros():
         "ratios": lambda rows, name, other: [row[name] / row[other] for row in rows],
     }
     module = environment.get_template("tables.jinja").module
-
-    def printing(macro):
-        return lambda *args: print(macro(*args).strip())
-
-    found = {name: macro for name, macro in vars(module).items() if not name.startswith("_")}
-    return {name: printing(macro) for name, macro in found.items()}
+    return {
+        name: lambda *args, macro=macro: print(macro(*args).strip())
+        for name, macro in vars(module).items()
+        if not name.startswith("_")
+    }
 
 
 globals().update(macros())
