@@ -1,17 +1,16 @@
 """Check prose, comments, docstrings and messages against "How we write" in CONTRIBUTING.md.
 
-Here:  python tools/maintain/english.py             check the paths listed in pyproject.toml
+Here:  python tools/maintain/english.py             check all files that git tracks
        python tools/maintain/english.py PATH ...    check these files and folders
 """
 
 import ast
 import inspect
 import io
-import os
 import re
+import subprocess
 import sys
 import tokenize
-import tomllib
 from collections import namedtuple
 from pathlib import Path
 
@@ -79,7 +78,6 @@ RULES = {
 }
 # This pattern matches comments that are not prose: instructions for programs, and banners.
 MARKER = re.compile(r"#!|#\s*(?:noqa|type:|fmt:|ruff:|pragma:|\[\[\[|\]\]\]|-{4}|={4})")
-SKIPPED = {".venv", ".git", "outputs", "site", "node_modules", "wandb"}
 
 
 # ---- finding the texts -----------------------------------------------------------------------
@@ -155,22 +153,20 @@ def findings_in(source, suffix):
 
 
 def files_in(paths):
-    """Return the Markdown and Python files in `paths`, and in the folders that `paths` names."""
-    files = set()
-    for path in paths:
-        files |= {*path.rglob("*.*")} if path.is_dir() else {path}
-    checked = {file for file in files if file.suffix in (".md", ".py")}
-    return sorted(file for file in checked if not SKIPPED & {*file.parts})
+    """Return the Markdown and Python files in `paths`; leave out files that git ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
+    listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    files = {Path(name) for name in listed.splitlines()}
+    # git also lists a file that was deleted since the last commit.
+    return sorted(file for file in files if file.suffix in (".md", ".py") and file.exists())
 
 
 def main():
     """Print each finding and what to write instead; exit with status 1 on a finding."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["english"]
-    configured = [file for pattern in settings["paths"] for file in ROOT.glob(pattern)]
-    files, count = files_in([*map(Path, sys.argv[1:])] or configured), 0
+    files, count = files_in(sys.argv[1:] or [ROOT]), 0
     for path in files:
         for line, words, advice in findings_in(path.read_text(), path.suffix):
-            print(f"{os.path.relpath(path)}:{line}: {words!r}; write {advice}")
+            print(f"{path}:{line}: {words!r}; write {advice}")
             count += 1
     print(f"findings: {count}; files checked: {len(files)}")
     sys.exit(count > 0)
