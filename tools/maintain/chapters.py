@@ -1,15 +1,15 @@
 """List the chapters, and compare two scripts; all facts come from the scripts themselves."""
 
 import ast
-import difflib
 import io
 import re
 import subprocess
-import tokenize
 from itertools import groupby
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_CODE = {COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL}
 
 
 def chapters(root=ROOT):
@@ -64,20 +64,16 @@ def flags(source):
 
 
 def code_lines(source):
-    """Return the lines of code of a script, without blank lines, comments and docstrings."""
-    left_out, comments = set(), {}
+    """Return the numbers of a script's lines of code: no blank lines, comments and docstrings."""
+    numbers = set()
+    for token in generate_tokens(io.StringIO(source).readline):
+        if token.type not in WITHOUT_CODE:
+            numbers |= {*range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
         may_have_one = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
         if may_have_one and ast.get_docstring(node):
-            left_out |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.start[1]
-    lines = []
-    for number, line in enumerate(source.splitlines(), 1):
-        code = line[: comments.get(number)].rstrip()
-        lines += [code] * (code != "" and number not in left_out)
-    return lines
+            numbers -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    return numbers
 
 
 # ---- two scripts -----------------------------------------------------------------------------
@@ -121,9 +117,8 @@ def diff_by_part(before, after):
 
 def num_added(before, after):
     """Return the number of code lines that the script `after` adds to the script `before`."""
-    pair = [code_lines(path.read_text()) for path in (before, after)]
-    marked = difflib.unified_diff(*pair, n=0, lineterm="")
-    return sum(line.startswith("+") and not line.startswith("+++") for line in marked)
+    numbers = code_lines(after.read_text())
+    return sum(mark == "+" and new in numbers for mark, *_, new in diff(before, after))
 
 
 def changes(before, after):
