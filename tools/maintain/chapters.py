@@ -39,16 +39,16 @@ def parts(source):
     """
     found = {}
     for node in ast.parse(source).body:
-        first = node.lineno
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = node.name
-            first = min([first, *(decorator.lineno for decorator in node.decorator_list)])
         elif isinstance(node, ast.Assign):
             name = node.targets[0].id
         elif isinstance(node, ast.If):
             name = "__main__"
         else:
             continue
+        # The first decorator is above the line of the function.
+        first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])])
         found[name] = range(first, node.end_lineno + 1)
     return found
 

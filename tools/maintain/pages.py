@@ -105,30 +105,14 @@ def stage_step(chapter, stage):
     readme = (folder / "README.md").read_text()
     found, kind = list(split_diff(chapter)), "diff" if parent_of(chapter) else "script"
     targets = find_shown_hunks(readme, found)
-    template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
+    template = jinja2.Template((SITE / "step.jinja").read_text(), trim_blocks=True)
     path, parent = chapters()[chapter].relative_to(ROOT), parent_of(chapter)
     neighbors = {
         name: os.path.relpath(other.with_name("diff.html"), chapters()[chapter].parent)
         for name, other in chapters().items()
         if name == parent or parent_of(name) == chapter
     }
-    script = template.render(path=path, parts=found, parent=parent, neighbors=neighbors)
-    page = f"""---
-orphan: true
-hide-toc: true
----
-```{{raw}} html
-<div class="step"><div class="read">
-<a class="to-script" href="#script">Go to the {kind}</a>
-```
-```{{include}} README.md
-```
-```{{raw}} html
-</div>
-{script}
-</div>
-```
-"""
+    page = template.render(path=path, parts=found, parent=parent, neighbors=neighbors, kind=kind)
     write(folder / "diff.md", page)
     title, text = readme.split("\n", 1)
     link = f"[Read this page beside its {kind}](diff.md)"
