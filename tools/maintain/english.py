@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tokenize
 from collections import namedtuple
+from itertools import groupby
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -103,24 +104,23 @@ def texts_of_markdown(source):
 
 def comments_of(source):
     """Yield each trailing comment, and each block of comment lines as one text."""
-    block = Text("comment", -1, "")
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or MARKER.match(token.string):
-            continue
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    comments = [comment for comment in comments if not MARKER.match(comment.string)]
+
+    def block_of(numbered):
+        # In a block, the rows of the comments increase as their numbers do.
+        number, (_, _, (row, column), _, line) = numbered
+        is_alone = not line[:column].strip()
+        return is_alone, row - number if is_alone else row
+
+    for (is_alone, _), group in groupby(enumerate(comments), key=block_of):
+        block = [comment for _, comment in group]
         # A comment with two spaces after the # is a line of code, so do not check its words.
-        row, words = token.start[0], blank(r"\A {2}.*", token.string[1:], ".").strip()
-        alone = not token.line[: token.start[1]].strip()
-        if alone and row == block.line + block.words.count("\n") + 1:
-            block = block._replace(words=f"{block.words}\n{words}")
-            continue
+        lines = [blank(r"\A {2}.*", comment.string[1:], ".").strip() for comment in block]
         # Drop a first word with a colon, which names the chapter or the library, as in "DDP: ".
-        words = re.sub(r"\A\w+: ", "", words)
-        if alone:
-            yield block
-            block = Text("comment", row, words)
-        else:
-            yield Text("trailing", row, words)
-    yield block
+        words = re.sub(r"\A\w+: ", "", "\n".join(lines))
+        yield Text("comment" if is_alone else "trailing", block[0].start[0], words)
 
 
 def texts_of_python(source):
