@@ -30,6 +30,8 @@ RESULTS = ROOT / "benchmarks/results"
 WIDTH = 600
 # A line of text is this number of pixels high.
 LINE = 20
+# These colors stand for four ranks, or for four matrices.
+COLORS = ("teal", "blue", "orange", "purple")
 STYLE = Path(__file__).with_suffix(".css").read_text()
 ARROW = (
     '<marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="6.5" markerHeight="6.5" '
@@ -453,26 +455,24 @@ def schedule(name, ranks=3, micro_batches=4):
         kept = most = 0
         for turn in range(1, last + 1):
             step = turns.get((rank, turn), "")
-            kept += {"F": 1, "B": -1, "": 0}[step[:1]]
+            change, color = {"F": (1, "teal"), "B": (-1, "blue"), "": (0, "paper")}[step[:1]]
+            kept += change
             most = max(most, kept)
-            color = {"F": "teal", "B": "blue", "": "paper"}[step[:1]]
             picture.box(64 + width * (turn - 1), top, width - 2, 36, step, color, line=bool(step))
         picture.text(64 + 440 + 44, top + 18, str(most), "bold")
-    entries = ("teal", "forward"), ("blue", "backward"), ("paper", "idle")
-    picture.legend(72 + 40 * ranks, *entries)
+    picture.legend(72 + 40 * ranks, ("teal", "forward"), ("blue", "backward"), ("paper", "idle"))
     picture.save(f"07-{name}")
 
 
 # ---- 08 --------------------------------------------------------------------------------------
 def context():
     """Show how four context-parallel ranks share the work of attention, with gather and Ulysses."""
-    colors = ("teal", "blue", "orange", "purple")
     picture = Picture(610, "Gather: all keys for some queries. Ulysses: all tokens of some heads")
     size = 26
     picture.text(20, 22, "gather: each rank attends from its tokens", "bold", "start")
     picture.text(60 + 4 * size, 52, "keys", "quiet")
     for query, key in product(range(8), range(8)):
-        color = colors[query // 2] if key <= query else "paper"
+        color = COLORS[query // 2] if key <= query else "paper"
         picture.box(60 + size * key, 66 + size * query, size, size, color=color)
     for rank in range(4):
         y = 66 + size * (2 * rank + 1)
@@ -484,14 +484,14 @@ def context():
         left = 60 + 190 * number
         picture.text(left + 2 * size, 346, name, "quiet")
         for token, head in product(range(8), range(4)):
-            color = colors[head if name == "attention" else token // 2]
+            color = COLORS[head if name == "attention" else token // 2]
             picture.box(left + size * head, 362 + size * token, size, size, color=color)
         if number:
             picture.line((left - 78, 466), (left - 8, 466), arrow=True)
             picture.text(left - 44, 450, "all-to-all", "warn small")
     picture.text(52, 466, "tokens", "quiet small", "end")
     picture.text(52, 584, "heads", "quiet small", "end")
-    picture.legend(584, *((color, f"rank {rank}") for rank, color in enumerate(colors)), left=200)
+    picture.legend(584, *((color, f"rank {rank}") for rank, color in enumerate(COLORS)), left=200)
     picture.save("08-context")
 
 
@@ -508,7 +508,7 @@ def experts():
     lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
     for number, left in enumerate(lefts):
         rank = number // 2
-        color, center = ("teal", "blue", "orange", "purple")[rank], left + 30
+        color, center = COLORS[rank], left + 30
         if number % 2 == 0:
             picture.text(left + 62, 22, f"rank {rank}", "bold")
         for y in (tokens, results):
@@ -535,7 +535,6 @@ def experts():
 def muon_exchange():
     """Show how two ranks exchange shards for full matrices, and exchange the updates back."""
     picture = Picture(290, "Each rank gets two full matrices, and returns their shards")
-    colors = ("teal", "blue", "orange", "purple")
     names = ("shards of the momentum", "full matrices", "shards of the update")
     for number, name in enumerate(names):
         left = 20 + 206 * number
@@ -544,7 +543,7 @@ def muon_exchange():
             # A rank has one half of all matrices, but both halves of two matrices in the middle.
             rank, row, height = (matrix // 2, half, 30) if number == 1 else (half, matrix // 2, 38)
             x, y = left + 74 * (matrix % 2), 58 + 112 * rank + height * row
-            text, color = f"{'ABCD'[matrix]} {('top', 'bottom')[half]}", colors[matrix]
+            text, color = f"{'ABCD'[matrix]} {('top', 'bottom')[half]}", COLORS[matrix]
             picture.box(x, y, 62, 30, text, color, "small")
         if number:
             picture.line((left - 62, 148), (left - 8, 148), arrow=True)
