@@ -126,10 +126,8 @@ def test_links_lead_from_a_readme_to_its_diff_and_back(site, page):
 
 def test_diff_is_split_in_a_wide_window_or_if_a_reader_wants_it(site, page):
     def columns():
-        boxes = [
-            page.locator(f".hunk {side}").first.bounding_box() for side in (".removed", ".added")
-        ]
-        return len({box["x"] for box in boxes})
+        sides = [page.locator(f".hunk .{name}").first for name in ("removed", "added")]
+        return len({side.bounding_box()["x"] for side in sides})
 
     page.goto(f"file://{site}/02-ddp/diff.html")
     assert columns() == 1

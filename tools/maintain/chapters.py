@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
+# These kinds of tokens hold no code.
 WITHOUT_CODE = {COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL}
 
 
