@@ -253,7 +253,7 @@ def two_ranks():
             x, split = 102 + scale * (start - zero), scale * wait
             picture.box(x, top + 36, split, 28, color="paper")
             picture.box(x + split, top + 36, scale * (length - wait), 28, color="orange")
-            picture.text(x + scale * length / 2, top + 50, str(number), "small")
+            picture.text(x - 4, top + 50, str(number), "small", "end")
     picture.line((102, 208), (592, 208))
     interval = 10 ** int(math.log10(490 / scale))
     for time in range(0, int(490 / scale), interval):
