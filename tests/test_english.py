@@ -27,5 +27,6 @@ def test_command_prints_findings_with_their_lines(tmp_path):
     case = TEXTS["command"]
     for name in ("page.md", "script.py"):
         (tmp_path / name).write_text(case[name])
+    run_command("git", "init", "--quiet", cwd=tmp_path)
     done = run_command(ROOT / "tools/maintain/english.py", tmp_path, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, case["printed"]), done.stderr

@@ -56,10 +56,8 @@ def test_links_and_anchors_lead_somewhere(site):
 
 def test_site_needs_no_network_and_is_small(site):
     for path in site.glob("**/*.html"):
-        loads = re.findall(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(.*?)\"", path.read_text())
-        loads += re.findall(
-            r"<link[^>]*rel=\"(?:stylesheet|preload)\"[^>]*href=\"(.*?)\"", path.read_text()
-        )
+        tags = '<(?:script|img|iframe|source|link[^>]*rel="(?:stylesheet|preload)")'
+        loads = re.findall(rf'{tags}[^>]*\s(?:src|href)="(.*?)"', path.read_text())
         assert not [url for url in loads if "//" in url], f"{path} loads files from a network"
     size = sum(path.stat().st_size for path in site.glob("**/*") if path.is_file())
     assert size < 8_000_000, f"the site has {size / 1e6:.1f} MB"
@@ -68,10 +66,9 @@ def test_site_needs_no_network_and_is_small(site):
 def test_each_picture_has_a_light_and_a_dark_form(site):
     for page in site.glob("**/*.html"):
         tags = re.findall(r"<img[^>]*\.svg[^>]*>", page.read_text())
-        names = [re.search(r"([\w-]+)-(light|dark)\.svg", tag).groups() for tag in tags]
-        assert names[::2] == [(name, "light") for name, _ in names[1::2]], page
-        assert names[1::2] == [(name, "dark") for name, _ in names[::2]], page
-        assert all(f"only-{theme}" in tag for tag, (_, theme) in zip(tags, names, strict=True))
+        light, dark = tags[::2], tags[1::2]
+        assert all("only-light" in tag and "-light.svg" in tag for tag in light), page
+        assert [tag.replace("-light", "-dark") for tag in light] == dark, page
     for path in site.glob("_images/*.svg"):
         assert "prefers-color-scheme" not in path.read_text(), path
 
@@ -129,10 +126,8 @@ def test_links_lead_from_a_readme_to_its_diff_and_back(site, page):
 
 def test_diff_is_split_in_a_wide_window_or_if_a_reader_wants_it(site, page):
     def columns():
-        boxes = [
-            page.locator(f".hunk {side}").first.bounding_box() for side in (".removed", ".added")
-        ]
-        return len({box["x"] for box in boxes})
+        sides = [page.locator(f".hunk .{name}").first for name in ("removed", "added")]
+        return len({side.bounding_box()["x"] for side in sides})
 
     page.goto(f"file://{site}/02-ddp/diff.html")
     assert columns() == 1

@@ -69,17 +69,12 @@ def commands_in(name, text):
     """Yield the commands in a text that start a chapter's script."""
     for variable, value in re.findall(r'^(\w+)="(.*)"$', text, re.MULTILINE):
         text = text.replace(f"${variable}", value)
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line)
-        scripts = [word for word in words if word.endswith("train_llm.py")]
-        if scripts:
-            arguments = words[words.index(scripts[-1]) + 1 :]
-            # The model of an earlier run does not exist here, so drop the flag and the path that
-            # name this model.
-            for word in [word for word in arguments if word.startswith("outputs/")]:
-                position = arguments.index(word)
-                del arguments[position - 1 : position + 1]
-            yield RealCommand(name, gpus_of(text), scripts[-1], arguments)
+    # The model of an earlier run does not exist here, so drop the flag and the path that name this
+    # model.
+    text = re.sub(r"--[\w-]+ outputs/\S+", "", text.replace("\\\n", " "))
+    # The last script of a line reads the words after it.
+    for script, words in re.findall(r"^(?:.*\s)?(\S+/train_llm\.py)(.*)$", text, re.M):
+        yield RealCommand(name, gpus_of(text), script, shlex.split(words))
 
 
 def gpus_of(text):

@@ -1,15 +1,16 @@
 """List the chapters, and compare two scripts; all facts come from the scripts themselves."""
 
 import ast
-import difflib
 import io
 import re
 import subprocess
-import tokenize
 from itertools import groupby
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
+# These kinds of tokens hold no code.
+WITHOUT_CODE = {COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL}
 
 
 def chapters(root=ROOT):
@@ -39,16 +40,16 @@ def parts(source):
     """
     found = {}
     for node in ast.parse(source).body:
-        first = node.lineno
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = node.name
-            first = min([first, *(decorator.lineno for decorator in node.decorator_list)])
         elif isinstance(node, ast.Assign):
             name = node.targets[0].id
         elif isinstance(node, ast.If):
             name = "__main__"
         else:
             continue
+        # The first decorator is above the line of the function.
+        first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])])
         found[name] = range(first, node.end_lineno + 1)
     return found
 
@@ -64,20 +65,16 @@ def flags(source):
 
 
 def code_lines(source):
-    """Return the lines of code of a script, without blank lines, comments and docstrings."""
-    left_out, comments = set(), {}
+    """Return the numbers of a script's lines of code: no blank lines, comments and docstrings."""
+    numbers = set()
+    for token in generate_tokens(io.StringIO(source).readline):
+        if token.type not in WITHOUT_CODE:
+            numbers |= {*range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
         may_have_one = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
         if may_have_one and ast.get_docstring(node):
-            left_out |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.start[1]
-    lines = []
-    for number, line in enumerate(source.splitlines(), 1):
-        code = line[: comments.get(number)].rstrip()
-        lines += [code] * (code != "" and number not in left_out)
-    return lines
+            numbers -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    return numbers
 
 
 # ---- two scripts -----------------------------------------------------------------------------
@@ -96,21 +93,33 @@ def diff(before, after):
     return lines
 
 
+def diff_by_part(before, after):
+    """Return the lines of diff() by the name of their part.
+
+    A removed line belongs to a part of `before`, and every other line to a part of `after`. Lines
+    between two parts have a number in place of a name; the docstring and the imports have 0.
+    """
+    old_names, new_names = (
+        {number: name for name, numbers in parts(path.read_text()).items() for number in numbers}
+        for path in (before, after)
+    )
+
+    def part_of(line):
+        mark, _, old, new = line
+        return old_names.get(old) if mark == "-" else new_names.get(new)
+
+    # A part may have several groups of lines, because a diff may interrupt a removed part with
+    # lines of a new part.
+    found = {}
+    for number, (name, lines) in enumerate(groupby(diff(before, after), key=part_of)):
+        found.setdefault(name or number, []).extend(lines)
+    return found
+
+
 def num_added(before, after):
     """Return the number of code lines that the script `after` adds to the script `before`."""
-    pair = [code_lines(path.read_text()) for path in (before, after)]
-    marked = difflib.unified_diff(*pair, n=0, lineterm="")
-    return sum(line.startswith("+") and not line.startswith("+++") for line in marked)
-
-
-def texts_of(source):
-    """Return the decorators and the other lines of each part of a script, by the part's name."""
-    found, lines = {}, source.splitlines()
-    for name, numbers in parts(source).items():
-        text = [lines[number - 1] for number in numbers]
-        decorators = [line for line in text if line.startswith("@")]
-        found[name] = decorators, [line for line in text if not line.startswith("@")]
-    return found
+    numbers = code_lines(after.read_text())
+    return sum(mark == "+" and new in numbers for mark, *_, new in diff(before, after))
 
 
 def changes(before, after):
@@ -118,17 +127,18 @@ def changes(before, after):
 
     The result maps each kind of change, such as "new", to a list of names.
     """
-    before, after = before.read_text(), after.read_text()
-    old, new = texts_of(before), texts_of(after)
-    old_flags, new_flags = flags(before), flags(after)
+    old, new = parts(before.read_text()), parts(after.read_text())
+    old_flags, new_flags = flags(before.read_text()), flags(after.read_text())
+    changed, decorated = set(), set()
+    for name, lines in diff_by_part(before, after).items():
+        changed_lines = [line for mark, line, *_ in lines if mark != " "]
+        if changed_lines and name in old.keys() & new.keys():
+            is_decorated = all(line.startswith("@") for line in changed_lines)
+            (decorated if is_decorated else changed).add(name)
     found = {
         "flags": {name for name, _ in old_flags.items() ^ new_flags.items()},
-        "changed": {name for name in old.keys() & new.keys() if old[name][1] != new[name][1]},
-        "decorated": {
-            name
-            for name in old.keys() & new.keys()
-            if old[name] != new[name] and old[name][1] == new[name][1]
-        },
+        "changed": changed,
+        "decorated": decorated,
         "new": new.keys() - old.keys(),
         "gone": old.keys() - new.keys(),
     }

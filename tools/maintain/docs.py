@@ -22,7 +22,7 @@ from statistics import median
 import jinja2
 from cogapp import Cog
 
-from chapters import ROOT, changes, chapters, diff, flags, parent_of, parts
+from chapters import ROOT, changes, chapters, diff, diff_by_part, flags, parent_of, parts
 from readme import readmes
 
 RESULTS = ROOT / "benchmarks/results"
@@ -31,6 +31,12 @@ RESULTS = ROOT / "benchmarks/results"
 def current_folder():
     """Return the folder of the README that cog processes."""
     return Path(sys.modules["cog"].inFile).resolve().parent
+
+
+def current_scripts():
+    """Return the paths of two scripts: the parent's, and the script of the README's chapter."""
+    chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
+    return chapters()[parent_of(chapter)], chapters()[chapter]
 
 
 # ---- scripts and their output ----------------------------------------------------------------
@@ -55,33 +61,24 @@ def listing(path, *names, only=""):
     fenced("python", lines)
 
 
-def hunk(*names, context=3, only=""):
+def hunk(*names, only=""):
     """Print the diff of the named functions between the parent chapter's script and this chapter's.
 
-    Show only the changed lines that the pattern `only` matches, with `context` lines around each.
+    Show only the changed lines that the pattern `only` matches.
     """
-    chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
-    parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
-    before, after = parts(parent.read_text()), parts(script.read_text())
-    lines = []
+    lines, by_part = [], diff_by_part(*current_scripts())
     for name in names:
-        part = [
-            (mark, line)
-            for mark, line, old, new in diff(parent, script)
-            if (old in before.get(name, ()) if mark == "-" else new in after.get(name, ()))
-        ]
+        part = [mark + line for mark, line, *_ in by_part[name]]
         changed = [
             number
-            for number, (mark, line) in enumerate(part)
-            if mark != " " and re.search(only, line)
+            for number, line in enumerate(part)
+            if line[0] != " " and re.search(only, line[1:])
         ]
         if not changed:
             raise ValueError(f"{name}: no changed line matches")
-        near = (range(number - context, number + context + 1) for number in changed)
-        shown = sorted(set().union(*near) & set(range(len(part))))
         lines.append(f"@@ {name} @@")
-        for number, following in pairwise([*shown, None]):
-            lines.append("".join(part[number]).rstrip())
+        for number, following in pairwise([*changed, None]):
+            lines.append(part[number].rstrip())
             if following is not None and following > number + 1:
                 lines.append(f"@@ {name}, further down @@")
     fenced("diff", lines)
@@ -92,10 +89,8 @@ def all_changes():
 
     Compare the script with the script of the parent chapter.
     """
-    chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
-    parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
     print("<details><summary>Everything that changes</summary>", "", sep="\n")
-    for kind, names in changes(parent, script).items():
+    for kind, names in changes(*current_scripts()).items():
         print(f"- **{kind}**:", ", ".join(f"`{name}`" for name in names))
     print("", "</details>", sep="\n")
 
@@ -137,10 +132,9 @@ def fault(name, log_lines=0):
 def plan(config):
     """Print the planner's verdict on a model, such as "llama-3.1-8b", as lines of comments."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
-    for line in text.splitlines():
-        name, verdict = line.split(" on ", 1)
+    for name, gpus, verdict in re.findall("(.*) on (.*?): (.*)", text):
         if name.lower().endswith(config):
-            print(f"# {verdict.replace(': ', ':|#   ', 1)}".replace("|", "\n"))
+            print(f"# {gpus}:", f"#   {verdict}", sep="\n")
 
 
 def tensor_plan():
@@ -155,13 +149,12 @@ def tensor_plan():
 def checks_of(file):
     """Return the table rows of a file of gpu_check.py's results, and the skipped checks by reason.
 
-    A row stands for all checks whose names begin with the same word. For each number that these
-    checks measure, the row has the lowest and the highest value.
+    A row stands for all checks whose names begin with the same word, or for one check of speed. For
+    each number that these checks measure, the row has the lowest and the highest value.
     """
     rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
-        is_speed = row["name"].startswith("speed")
-        kind = row["name"] if is_speed else row["name"].partition("-")[0]
+        kind = re.match("speed.*|[^-]*", row["name"])[0]
         if row["passed"] is None:
             skipped[row["reason"]].append(f"`{row['name']}`")
         else:
@@ -266,10 +259,9 @@ def reason_of(row):
     """Return the error line that refuses a model, with placeholders for details of this model."""
     reason = row["refused"].replace(row["family"], "NAME")
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
-    reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
     # Keep only the first sentence, because the message of an exception may have several sentences.
-    return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason).partition(". ")[0]
+    return reason.partition(". ")[0]
 
 
 def family_table():
@@ -402,12 +394,11 @@ def macros():
         "ratios": lambda rows, name, other: [row[name] / row[other] for row in rows],
     }
     module = environment.get_template("tables.jinja").module
-
-    def printing(macro):
-        return lambda *args: print(macro(*args).strip())
-
-    found = {name: macro for name, macro in vars(module).items() if not name.startswith("_")}
-    return {name: printing(macro) for name, macro in found.items()}
+    return {
+        name: lambda *args, macro=macro: print(macro(*args).strip())
+        for name, macro in vars(module).items()
+        if not name.startswith("_")
+    }
 
 
 globals().update(macros())

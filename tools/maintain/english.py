@@ -1,18 +1,18 @@
 """Check prose, comments, docstrings and messages against "How we write" in CONTRIBUTING.md.
 
-Here:  python tools/maintain/english.py             check the paths listed in pyproject.toml
+Here:  python tools/maintain/english.py             check all files that git tracks
        python tools/maintain/english.py PATH ...    check these files and folders
 """
 
 import ast
 import inspect
 import io
-import os
 import re
+import subprocess
 import sys
 import tokenize
-import tomllib
 from collections import namedtuple
+from itertools import groupby
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -79,7 +79,6 @@ RULES = {
 }
 # This pattern matches comments that are not prose: instructions for programs, and banners.
 MARKER = re.compile(r"#!|#\s*(?:noqa|type:|fmt:|ruff:|pragma:|\[\[\[|\]\]\]|-{4}|={4})")
-SKIPPED = {".venv", ".git", "outputs", "site", "node_modules", "wandb"}
 
 
 # ---- finding the texts -----------------------------------------------------------------------
@@ -105,24 +104,23 @@ def texts_of_markdown(source):
 
 def comments_of(source):
     """Yield each trailing comment, and each block of comment lines as one text."""
-    block = Text("comment", -1, "")
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or MARKER.match(token.string):
-            continue
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    comments = [comment for comment in comments if not MARKER.match(comment.string)]
+
+    def block_of(numbered):
+        # In a block, the rows of the comments increase as their numbers do.
+        number, (_, _, (row, column), _, line) = numbered
+        is_alone = not line[:column].strip()
+        return is_alone, row - number if is_alone else row
+
+    for (is_alone, _), group in groupby(enumerate(comments), key=block_of):
+        block = [comment for _, comment in group]
         # A comment with two spaces after the # is a line of code, so do not check its words.
-        row, words = token.start[0], blank(r"\A {2}.*", token.string[1:], ".").strip()
-        alone = not token.line[: token.start[1]].strip()
-        if alone and row == block.line + block.words.count("\n") + 1:
-            block = block._replace(words=f"{block.words}\n{words}")
-            continue
+        lines = [blank(r"\A {2}.*", comment.string[1:], ".").strip() for comment in block]
         # Drop a first word with a colon, which names the chapter or the library, as in "DDP: ".
-        words = re.sub(r"\A\w+: ", "", words)
-        if alone:
-            yield block
-            block = Text("comment", row, words)
-        else:
-            yield Text("trailing", row, words)
-    yield block
+        words = re.sub(r"\A\w+: ", "", "\n".join(lines))
+        yield Text("comment" if is_alone else "trailing", block[0].start[0], words)
 
 
 def texts_of_python(source):
@@ -155,22 +153,20 @@ def findings_in(source, suffix):
 
 
 def files_in(paths):
-    """Return the Markdown and Python files in `paths`, and in the folders that `paths` names."""
-    files = set()
-    for path in paths:
-        files |= {*path.rglob("*.*")} if path.is_dir() else {path}
-    checked = {file for file in files if file.suffix in (".md", ".py")}
-    return sorted(file for file in checked if not SKIPPED & {*file.parts})
+    """Return the Markdown and Python files in `paths`; leave out files that git ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
+    listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    files = {Path(name) for name in listed.splitlines()}
+    # git also lists a file that was deleted since the last commit.
+    return sorted(file for file in files if file.suffix in (".md", ".py") and file.exists())
 
 
 def main():
     """Print each finding and what to write instead; exit with status 1 on a finding."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["english"]
-    configured = [file for pattern in settings["paths"] for file in ROOT.glob(pattern)]
-    files, count = files_in([*map(Path, sys.argv[1:])] or configured), 0
+    files, count = files_in(sys.argv[1:] or [ROOT]), 0
     for path in files:
         for line, words, advice in findings_in(path.read_text(), path.suffix):
-            print(f"{os.path.relpath(path)}:{line}: {words!r}; write {advice}")
+            print(f"{path}:{line}: {words!r}; write {advice}")
             count += 1
     print(f"findings: {count}; files checked: {len(files)}")
     sys.exit(count > 0)

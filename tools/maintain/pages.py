@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from html import escape
-from itertools import count, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import jinja2
@@ -19,7 +19,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 from sphinx.cmd.build import main as sphinx
 
-from chapters import ROOT, chapters, diff, parent_of, parts
+from chapters import ROOT, chapters, diff_by_part, parent_of
 from planner_form import planner_script
 from readme import readmes
 
@@ -105,31 +105,14 @@ def stage_step(chapter, stage):
     readme = (folder / "README.md").read_text()
     found, kind = list(split_diff(chapter)), "diff" if parent_of(chapter) else "script"
     targets = find_shown_hunks(readme, found)
-    template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
+    template = jinja2.Template((SITE / "step.jinja").read_text(), trim_blocks=True)
     path, parent = chapters()[chapter].relative_to(ROOT), parent_of(chapter)
-    neighbors = {name: chapters()[name].with_name("diff.html") for name in chapters()}
     neighbors = {
-        name: os.path.relpath(page, chapters()[chapter].parent)
-        for name, page in neighbors.items()
+        name: os.path.relpath(other.with_name("diff.html"), chapters()[chapter].parent)
+        for name, other in chapters().items()
         if name == parent or parent_of(name) == chapter
     }
-    script = template.render(path=path, parts=found, parent=parent, neighbors=neighbors)
-    page = f"""---
-orphan: true
-hide-toc: true
----
-```{{raw}} html
-<div class="step"><div class="read">
-<a class="to-script" href="#script">Go to the {kind}</a>
-```
-```{{include}} README.md
-```
-```{{raw}} html
-</div>
-{script}
-</div>
-```
-"""
+    page = template.render(path=path, parts=found, parent=parent, neighbors=neighbors, kind=kind)
     write(folder / "diff.md", page)
     title, text = readme.split("\n", 1)
     link = f"[Read this page beside its {kind}](diff.md)"
@@ -150,21 +133,7 @@ def split_diff(chapter):
     html = [
         PLAIN.sub(r"\1", pygments.highlight(text, lexer, formatter)).splitlines() for text in texts
     ]
-    old_names, new_names = (
-        {number: name for name, numbers in parts(text).items() for number in numbers}
-        for text in texts
-    )
-
-    def part_of(line):
-        mark, _, old, new = line
-        return old_names.get(old, "") if mark == "-" else new_names.get(new, "")
-
-    # Collect the lines of each part before the first yield, because a diff may interrupt a removed
-    # part with lines of a new part.
-    found = {}
-    for number, (name, lines) in enumerate(groupby(diff(*paths), key=part_of)):
-        found.setdefault(name or number, []).extend(lines)
-    for name, lines in found.items():
+    for name, lines in diff_by_part(*paths).items():
         changed = [line for line in lines if line[0] != " "]
         # Skip the lines between parts, unless a comment has changed.
         if isinstance(name, int) and name and not any(line[1].strip() for line in changed):
@@ -275,11 +244,11 @@ def link_hunks(page, script, targets):
 
     `targets` has the anchors of the hunks, in the order of the page.
     """
-    numbers = count()
+    numbered = enumerate(targets)
 
     def link(match):
-        number = next(numbers)
-        return f'<a id="shown-{number}" href="{script}#{targets[number]}">{match[0]}</a>'
+        number, target = next(numbered)
+        return f'<a id="shown-{number}" href="{script}#{target}">{match[0]}</a>'
 
     page.write_text(HUNK.sub(link, page.read_text()))
 

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from html import escape
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -30,6 +30,8 @@ RESULTS = ROOT / "benchmarks/results"
 WIDTH = 600
 # A line of text is this number of pixels high.
 LINE = 20
+# These colors stand for four ranks, or for four matrices.
+COLORS = ("teal", "blue", "orange", "purple")
 STYLE = Path(__file__).with_suffix(".css").read_text()
 ARROW = (
     '<marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="6.5" markerHeight="6.5" '
@@ -41,8 +43,14 @@ class Picture:
     """Hold an SVG picture of `width` × `height` pixels; a screen reader reads its `title`."""
 
     def __init__(self, height, title, width=WIDTH):
-        self.width, self.height = width, height
-        self.parts = [f"<title>{escape(title)}</title>"]
+        self.height = height
+        size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+            f"<style>{STYLE}</style>",
+            f"<defs>{ARROW}</defs>",
+            f"<title>{escape(title)}</title>",
+        ]
         self.box(0, 0, width, height, color="paper", line=False)
 
     def text(self, x, y, text, style="", anchor="middle"):
@@ -89,9 +97,8 @@ class Picture:
             self.text(left - 10, point(0, y)[1], str(y), "quiet", "end")
         return point
 
-    def legend(self, y, *entries):
+    def legend(self, y, *entries, left=20):
         """Write a legend: a row of entries (color, text), from left to right."""
-        left = 20
         for color, text in entries:
             self.box(left, y - 7, 14, 14, color=color)
             self.text(left + 22, y, text, anchor="start")
@@ -99,12 +106,7 @@ class Picture:
 
     def save(self, name):
         """Write the picture to the file `name`.svg in ASSETS."""
-        size = f'width="{self.width:g}" height="{self.height:g}"'
-        box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box}>'
-        body = "\n".join(self.parts)
-        text = f"{head}\n<style>{STYLE}</style>\n<defs>{ARROW}</defs>\n{body}\n</svg>\n"
-        (ASSETS / f"{name}.svg").write_text(text)
+        (ASSETS / f"{name}.svg").write_text("\n".join([*self.parts, "</svg>\n"]))
 
 
 def width_of(text):
@@ -175,27 +177,27 @@ def sequence(name, title, width, heads, steps):
     The comment at the top of pictures.yaml describes the values of `heads` and `steps`.
     """
     top = 24 + max(height_of(text) for *_, text in heads)
-    bottom = top
-    for where, text in steps:
-        bottom += height_of(text) + (14 if where.isdecimal() else 10)
+    # Each step has a box or a message, and a gap below.
+    gaps = [14 if where.isdecimal() else 10 for where, _ in steps]
+    bottom = top + sum(gaps) + sum(height_of(text) for _, text in steps)
     picture = Picture(bottom, title, width)
     for x, color, text in heads:
         half, height = width_of(text) / 2 + 10, top - 24
         picture.line((x, 10 + height), (x, bottom - 20), style="dashed")
         picture.box(x - half, 10, 2 * half, height, text, color)
-    for where, text in steps:
+    for (where, text), gap in zip(steps, gaps, strict=True):
         height = height_of(text)
         start, end = (heads[int(where[at])][0] for at in (0, -1))
         middle = (start + end) / 2
         if where.isdecimal():
             half = max(width_of(text), end - start + 80) / 2 + 10
             picture.box(middle - half, top, 2 * half, height, text)
-            top += height + 14
-            continue
-        picture.text(middle, top + height / 2 - 8, text, "small label")
-        for points in ((start, end), (end, start))[: 2 if "=" in where else 1]:
-            picture.line(*((x, top + height - 4) for x in points), arrow=True)
-        top += height + 10
+        else:
+            picture.text(middle, top + height / 2 - 8, text, "small label")
+            picture.line((start, top + height - 4), (end, top + height - 4), arrow=True)
+            if "=" in where:
+                picture.line((end, top + height - 4), (start, top + height - 4), arrow=True)
+        top += height + gap
     picture.save(name)
 
 
@@ -267,10 +269,9 @@ def ring_rounds(ranks):
     The result has an entry for the start and for each round of a ring all-reduce.
     `entry[rank][piece]` is the count.
     """
-    held = [[1] * ranks for _ in range(ranks)]
-    rounds = [held]
+    rounds = [[[1] * ranks for _ in range(ranks)]]
     for number in range(2 * (ranks - 1)):
-        new = [list(row) for row in held]
+        held, new = rounds[-1], [list(row) for row in rounds[-1]]
         for rank in range(ranks):
             # In the first round, a rank sends the piece with the rank's own number. Later, a rank
             # sends the piece that it received in the previous round.
@@ -278,8 +279,7 @@ def ring_rounds(ranks):
             target = (rank + 1) % ranks
             is_sum = number < ranks - 1
             new[target][piece] = held[rank][piece] + (held[target][piece] if is_sum else 0)
-        held = new
-        rounds.append(held)
+        rounds.append(new)
     return rounds
 
 
@@ -293,19 +293,16 @@ def ring():
         name = f"round {number}" if number else "at the start"
         picture.text(left + 2 * size, top - 32, name, "bold")
         for rank in range(4):
-            picture.text(left + size * (rank + 0.5), top - 12, f"r{rank}", "quiet small")
-            for piece in range(4):
-                count = held[rank][piece]
+            x = left + size * rank
+            picture.text(x + size / 2, top - 12, f"r{rank}", "quiet small")
+            for piece, count in enumerate(held[rank]):
                 is_new = count != before[rank][piece]
                 color = "orange" if is_new else "teal" if count == 4 else "paper"
-                x, y = left + size * rank, top + size * piece
-                picture.box(x, y, size, size, str(count), color)
-    for y, text in ((270, "rounds 1 – 3:"), (290, "reduce-scatter"), (322, "rounds 4 – 6:")):
-        picture.text(24, y, text, anchor="start")
-    picture.text(24, 342, "all-gather", anchor="start")
-    note = "A column holds the pieces of a rank. A number says how many ranks"
-    picture.text(24, 398, note, "quiet", "start")
-    picture.text(24, 418, "are added up in it.", "quiet", "start")
+                picture.box(x, top + size * piece, size, size, str(count), color)
+    picture.text(24, 280, "rounds 1 – 3:\nreduce-scatter", anchor="start")
+    picture.text(24, 332, "rounds 4 – 6:\nall-gather", anchor="start")
+    note = "A column holds the pieces of a rank. A number says how many ranks\nare added up in it."
+    picture.text(24, 408, note, "quiet", "start")
     picture.legend(444, ("orange", "just received"), ("teal", "the sum of all ranks"))
     picture.save("02-ring")
 
@@ -458,28 +455,25 @@ def schedule(name, ranks=3, micro_batches=4):
         kept = most = 0
         for turn in range(1, last + 1):
             step = turns.get((rank, turn), "")
-            kept += {"F": 1, "B": -1, "": 0}[step[:1]]
+            change, color = {"F": (1, "teal"), "B": (-1, "blue"), "": (0, "paper")}[step[:1]]
+            kept += change
             most = max(most, kept)
-            color = {"F": "teal", "B": "blue", "": "paper"}[step[:1]]
             picture.box(64 + width * (turn - 1), top, width - 2, 36, step, color, line=bool(step))
         picture.text(64 + 440 + 44, top + 18, str(most), "bold")
-    entries = ("teal", "forward"), ("blue", "backward"), ("paper", "idle")
-    picture.legend(72 + 40 * ranks, *entries)
+    picture.legend(72 + 40 * ranks, ("teal", "forward"), ("blue", "backward"), ("paper", "idle"))
     picture.save(f"07-{name}")
 
 
 # ---- 08 --------------------------------------------------------------------------------------
 def context():
     """Show how four context-parallel ranks share the work of attention, with gather and Ulysses."""
-    colors = ("teal", "blue", "orange", "purple")
     picture = Picture(610, "Gather: all keys for some queries. Ulysses: all tokens of some heads")
     size = 26
     picture.text(20, 22, "gather: each rank attends from its tokens", "bold", "start")
     picture.text(60 + 4 * size, 52, "keys", "quiet")
-    for query in range(8):
-        for key in range(8):
-            color = colors[query // 2] if key <= query else "paper"
-            picture.box(60 + size * key, 66 + size * query, size, size, color=color)
+    for query, key in product(range(8), range(8)):
+        color = COLORS[query // 2] if key <= query else "paper"
+        picture.box(60 + size * key, 66 + size * query, size, size, color=color)
     for rank in range(4):
         y = 66 + size * (2 * rank + 1)
         picture.text(52, y, f"rank {rank}", "small", "end")
@@ -489,18 +483,15 @@ def context():
     for number, name in enumerate(("q, k, v", "attention", "output")):
         left = 60 + 190 * number
         picture.text(left + 2 * size, 346, name, "quiet")
-        for token in range(8):
-            for head in range(4):
-                color = colors[head if name == "attention" else token // 2]
-                picture.box(left + size * head, 362 + size * token, size, size, color=color)
+        for token, head in product(range(8), range(4)):
+            color = COLORS[head if name == "attention" else token // 2]
+            picture.box(left + size * head, 362 + size * token, size, size, color=color)
         if number:
             picture.line((left - 78, 466), (left - 8, 466), arrow=True)
             picture.text(left - 44, 450, "all-to-all", "warn small")
     picture.text(52, 466, "tokens", "quiet small", "end")
     picture.text(52, 584, "heads", "quiet small", "end")
-    for rank, color in enumerate(colors):
-        picture.box(200 + 100 * rank, 577, 14, 14, color=color)
-        picture.text(222 + 100 * rank, 584, f"rank {rank}", anchor="start")
+    picture.legend(584, *((color, f"rank {rank}") for rank, color in enumerate(COLORS)), left=200)
     picture.save("08-context")
 
 
@@ -517,7 +508,7 @@ def experts():
     lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
     for number, left in enumerate(lefts):
         rank = number // 2
-        color, center = ("teal", "blue", "orange", "purple")[rank], left + 30
+        color, center = COLORS[rank], left + 30
         if number % 2 == 0:
             picture.text(left + 62, 22, f"rank {rank}", "bold")
         for y in (tokens, results):
@@ -545,27 +536,21 @@ def muon_exchange():
     """Show how two ranks exchange shards for full matrices, and exchange the updates back."""
     picture = Picture(290, "Each rank gets two full matrices, and returns their shards")
     names = ("shards of the momentum", "full matrices", "shards of the update")
-    colors = ("teal", "blue", "orange", "purple")
     for number, name in enumerate(names):
         left = 20 + 206 * number
         picture.text(left + 74, 20, name, "bold small")
-        for rank in range(2):
-            top = 58 + 112 * rank
-            if number == 0:
-                picture.text(left, top - 14, f"rank {rank}", "quiet", "start")
-            for matrix, color in enumerate(colors):
-                text = "ABCD"[matrix]
-                if number == 1 and matrix // 2 == rank:
-                    x = left + 74 * (matrix % 2)
-                    picture.box(x, top, 62, 30, f"{text} top", color, "small")
-                    picture.box(x, top + 30, 62, 30, f"{text} bottom", color, "small")
-                elif number != 1:
-                    x, y = left + 74 * (matrix % 2), top + 38 * (matrix // 2)
-                    half = "bottom" if rank else "top"
-                    picture.box(x, y, 62, 30, f"{text} {half}", color, "small")
+        for matrix, half in product(range(4), range(2)):
+            # In the middle, a rank has both halves of two matrices. On the left and on the right,
+            # it has one half of each matrix.
+            rank, row, height = (matrix // 2, half, 30) if number == 1 else (half, matrix // 2, 38)
+            x, y = left + 74 * (matrix % 2), 58 + 112 * rank + height * row
+            text, color = f"{'ABCD'[matrix]} {('top', 'bottom')[half]}", COLORS[matrix]
+            picture.box(x, y, 62, 30, text, color, "small")
         if number:
             picture.line((left - 62, 148), (left - 8, 148), arrow=True)
             picture.text(left - 35, 132, "all-to-all", "warn small")
+    for rank in range(2):
+        picture.text(20, 44 + 112 * rank, f"rank {rank}", "quiet", "start")
     picture.text(300, 270, "in the middle, each rank orthogonalizes its full matrices", "quiet")
     picture.save("muon-exchange")
 
@@ -578,14 +563,12 @@ def muon_curves():
         rate = sweep.best_of(by_rate)
         curves[optimizer] = rate, by_rate[rate]
     losses = [loss for _, curve in curves.values() for loss in curve.values()]
-    lowest, highest = math.floor(min(losses)), math.ceil(max(losses))
     last = max(curves["Muon"][1])
     picture = Picture(340, "At its best rate, Muon has a lower validation loss than AdamW")
+    lowest, highest = math.floor(min(losses)), math.ceil(max(losses))
     point = picture.axes("step", "loss", last, lowest, highest, every=40)
-    for optimizer, style, text_style, above in (
-        ("AdamW", "", "", 16),
-        ("Muon", "strong", "warn", -18),
-    ):
+    styles = ("AdamW", "", "", 16), ("Muon", "strong", "warn", -18)
+    for optimizer, style, text_style, above in styles:
         rate, curve = curves[optimizer]
         picture.line(*(point(*row) for row in curve.items()), style=style)
         x, y = point(last, curve[last])

@@ -12,11 +12,8 @@ import json
 from chapters import ROOT
 
 PLANNER, MICROPYTHON = ROOT / "tools/planner", ROOT / "tools/maintain/micropython"
-FILES = [MICROPYTHON / "prelude.py", PLANNER / "form.json"]
-FILES += [
-    PLANNER / f"{name}.py"
-    for name in ("setting", "report", "memory", "step_time", "layouts", "form_model")
-]
+NAMES = "form.json setting.py report.py memory.py step_time.py layouts.py form_model.py".split()
+FILES = [MICROPYTHON / "prelude.py", *(PLANNER / name for name in NAMES)]
 
 
 def planner_script():

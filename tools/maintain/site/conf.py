@@ -41,16 +41,14 @@ def explain_terms(app, doctree):
     if app.env.docname in ("docs/glossary", app.config.root_doc):
         return
     for term, definition in terms.items():
-        pattern = re.compile(rf"\b{re.escape(term)}s?\b", re.I)
-        for text in list(doctree.findall(nodes.Text)):
-            found = pattern.search(text)
-            if not found or not isinstance(text.parent, nodes.paragraph):
-                continue
-            explanation = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", definition).replace("\n", " ")
-            before, after = text[: found.start()], text[found.end() :]
-            tip = nodes.abbreviation("", found[0], explanation=explanation)
-            text.parent.replace(text, [nodes.Text(before), tip, nodes.Text(after)])
-            break
+        explanation = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", definition).replace("\n", " ")
+        pattern = re.compile(rf"\b({re.escape(term)}s?)\b", re.I)
+        for text in doctree.findall(nodes.Text):
+            if pattern.search(text) and isinstance(text.parent, nodes.paragraph):
+                before, word, after = pattern.split(text, maxsplit=1)
+                tip = nodes.abbreviation("", word, explanation=explanation)
+                text.parent.replace(text, [nodes.Text(before), tip, nodes.Text(after)])
+                break
 
 
 def name_rows(app, doctree):
