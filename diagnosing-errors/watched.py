@@ -75,10 +75,6 @@ PHASES = (
     ("forward", r"/nn/modules/module.py"),
 )  # fmt: skip
 
-# Keep checksums smaller than this prime number, because send() converts them to float64, which
-# represents every integer of 40 bits exactly.
-HASH_MODULUS = 2**40 - 87
-
 # This pattern matches the files of Python, of installed packages, and of watched.py and inject.py.
 # All other files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
@@ -136,7 +132,7 @@ class Steps:
         # These are sums over the micro-batches of the current step: the loss, the number of
         # gradients that are not finite, and the hash of the inputs.
         self.sums = defaultdict(int)
-        # This queue holds the rows of results whose copies to the host may not have finished.
+        # This queue holds the results whose copies to the host may not have finished.
         self.pending = deque(maxlen=999)
 
         self.losses = deque(maxlen=3)
@@ -217,26 +213,23 @@ class Steps:
         self.send(values)
 
     def send(self, values):
-        """Start to copy a row of values to the host; a value may be a tensor on the device."""
-        devices = (value.device for value in values if torch.is_tensor(value) and value.is_cuda)
-        row = torch.zeros(len(values), dtype=torch.float64, device=next(devices, "cpu"))
-        # Use fill_(), because a copy of a Python number from pageable memory would make the host
-        # wait for the GPU.
-        for slot, value in zip(row, values, strict=True):
-            slot.fill_(value)
-        # This copy does not make the host wait, because torch allocates pinned memory for it.
-        copy = row.to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if row.is_cuda else None
-        self.pending.append((self.count, copy, copied))
+        """Start to copy the results of a step to the host; a value is a number or a tensor."""
+        # These copies do not make the host wait, because torch allocates pinned memory for them.
+        # Copy even tensors that are on the host, because the optimizer changes its step number.
+        tensors = map(torch.as_tensor, values)
+        copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self.pending.append((self.count, copies, copied))
 
     def collect(self):
         """Process the results that have reached the host; stop at the first pending copy."""
         while self.pending:
-            count, row, copied = self.pending[0]
+            count, copies, copied = self.pending[0]
             if copied is not None and not copied.query():
                 return
             self.pending.popleft()
-            loss, bad_gradients, input_hash, optimizer_step, *checksums = row.tolist()
+            values = [copy.item() for copy in copies]
+            loss, bad_gradients, input_hash, optimizer_step, *checksums = values
             self.losses.append(loss)
             self.earlier_steps = max(0, int(optimizer_step) - count)
             step = self.earlier_steps + count
@@ -251,8 +244,8 @@ class Steps:
 def checksum(weights):
     """Return a number that changes if a bit changes in this rank's part of the weights."""
     parts = [getattr(weight, "_local_tensor", weight).detach() for weight in weights]
-    hashes = [torch.hash_tensor(part).view(torch.int64) % HASH_MODULUS for part in parts]
-    return torch.stack(hashes).sum() % HASH_MODULUS
+    hashes = [torch.hash_tensor(part).view(torch.int64) for part in parts]
+    return torch.stack(hashes).sum()
 
 
 def shard_of(weights):
@@ -330,13 +323,13 @@ class Watch:
         self.end = None
         self.error = None
         self.sigterm_time = None
-        self.stalled_step = None
+        # This is the latest position that lasted for `stall` seconds.
+        self.stalled_position = (None, None)
 
         self.memory = deque(maxlen=6)
         self.memory_age = 0.0
         self.cpu_seconds = 0.0
         self.heartbeat_time = 0.0
-        self.dump_time = 0.0
         self.dump_request_time = 0.0
 
         # Keep this file open until leave() closes it. The last heartbeat then has a free file
@@ -354,17 +347,10 @@ class Watch:
         A signal reaches the pipe even while the main thread is in C code, where no Python handler
         can run.
         """
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
+        reader, writer = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, defer_to_thread)
-        # Block SIGTERM during a fork, so that the child receives it only after restore_signals().
-        os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
-            after_in_child=restore_signals,
-        )
+        os.register_at_fork(after_in_child=restore_signals)
         return reader
 
     def run(self):
@@ -479,16 +465,16 @@ class Watch:
             self.dump_request_time = (self.folder / "dump").stat().st_mtime
             if self.dump_request_time != last_request:
                 self.dump("asked")
-        if time.time() - max(self.position_since, self.dump_time) > self.stall:
-            self.stalled_step = self.steps.count
+        has_stalled = time.time() - self.position_since > self.stall
+        if has_stalled and self.stalled_position != self.position:
+            self.stalled_position = self.position
             self.dump("stall")
 
     def dump(self, reason):
         """Write the stack of the main thread and the latest collectives to this rank's dump."""
-        if reason in ("failed", "ended") and self.stalled_step == self.steps.count:
+        if reason in ("failed", "ended") and self.stalled_position[0] == self.steps.count:
             # Keep the earlier dump of the stall, because it shows where the rank waited.
             return
-        self.dump_time = time.time()
         content = {"reason": reason, "stack": main_stack(), "collectives": recorded_collectives()}
         self.write(".dump.json", content)
 
@@ -519,15 +505,12 @@ def restore_signals():
     if signal.getsignal(signal.SIGTERM) is defer_to_thread:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def host_memory():
-    """Return this process's host memory in GiB, or 0.0 outside Linux."""
-    with suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return round(pages * resource.getpagesize() / 2**30, 3)
-    return 0.0
+    """Return this process's host memory in GiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * resource.getpagesize() / 2**30, 3)
 
 
 def recorded_collectives():

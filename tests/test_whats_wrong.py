@@ -224,4 +224,4 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path):
         path = tmp_path / f"ranks/{rank:05}.json"
         path.write_text(json.dumps(beat))
         os.utime(path, (now - age, now - age))
-    assert sorted(read_ranks(tmp_path)) == [0, 1]
+    assert sorted(read_ranks(tmp_path, now)) == [0, 1]
