@@ -12,12 +12,11 @@ import watched
 
 from cluster.cluster import wait_until
 from conftest import SCRIPTS, SHORT, difference, metrics, start_ranks
-from runs import WATCHED
 
 
 def start(folder, script, *args, ranks=1):
     """Start a script under watched.py; return the processes of its ranks."""
-    return start_ranks(ranks, [WATCHED, "--into", folder, script, *args], folder)
+    return start_ranks(ranks, [watched.__file__, "--into", folder, script, *args], folder)
 
 
 def run(folder, script, *args, ranks=1):

@@ -62,12 +62,9 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
 
 def facts_of(ranks, gone=()):
     """Return facts about ranks whose hosts all answer; the ranks in `gone` have no process."""
-    hosts = {}
-    for rank, files in ranks.items():
-        states = hosts.setdefault(files["beat"]["host"], {})
-        if rank not in gone:
-            states[str(files["beat"]["pid"])] = "S"
-    hosts = {host: {"host": host, "states": states} for host, states in hosts.items()}
+    beats = [files["beat"] for files in ranks.values()]
+    states = {str(beat["pid"]): "S" for beat in beats if beat["rank"] not in gone}
+    hosts = {beat["host"]: {"host": beat["host"], "states": states} for beat in beats}
     return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts}
 
 
