@@ -151,20 +151,18 @@ def read_json(path):
 
 # ---- from facts to ranks -----------------------------------------------------------------------
 class Rank:
-    """Hold all facts about a rank; attributes that __init__() does not set are in its heartbeat."""
+    """Hold all facts about a rank: each value in its heartbeat is an attribute, too."""
 
     def __init__(self, files, host):
-        self.beat = files["beat"]
-        # This is the number of seconds since the rank's last heartbeat.
-        self.age = files["age"]
-        # This is the text that faulthandler has written if the process has crashed in C code: the
-        # signal and the Python stacks.
-        self.crash = files["crash"]
+        # `age` is the number of seconds since the rank's last heartbeat. `crash` is the text that
+        # faulthandler has written if the process has crashed in C code: the signal and the Python
+        # stacks.
+        vars(self).update(files["beat"], age=files["age"], crash=files["crash"])
         # The state is one of the words alive, stopped, finished, failed, gone and silent.
         self.state = state_of(files, host)
         self.lives = self.state in ("alive", "stopped")
         # This is the number of seconds since the rank last changed its step or its phase.
-        self.quiet = self.beat["time"] - self.since + self.age
+        self.quiet = self.time - self.since + self.age
         step = f"step {self.step}"
         self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
         # Map each process group to the collectives that the rank has called in it: group ->
@@ -176,17 +174,9 @@ class Rank:
             # days without a fault.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
-        # These are the (file, line, function) of the main thread's frames, outermost first. There
-        # are no frames for a rank that has failed, because its traceback shows the line instead.
-        self.frames = []
-        if self.state == "stopped":
-            # A stopped rank cannot write a dump, so use the one frame in its last heartbeat.
-            self.frames = [self.frame]
-        elif dump and dump["reason"] != "failed":
-            self.frames = dump["stack"]
-
-    def __getattr__(self, name):
-        return self.beat.get(name)
+        # These are the (file, line, function) of the main thread's frames, outermost first. A
+        # stopped rank cannot write a dump, so use the one frame in its last heartbeat.
+        self.frames = [self.frame] if self.state == "stopped" else dump.get("stack", [])
 
 
 def ranks_of(facts):

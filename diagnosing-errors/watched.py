@@ -405,7 +405,7 @@ class Watch:
             if signal.SIGTERM in os.read(self.signal_pipe, 64):
                 self.sigterm_time = time.time()
         steps = self.steps
-        samples = max(1, sum(self.frame_counts.values()))
+        samples = self.frame_counts.total()
         end_times = list(steps.end_times)
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
@@ -480,19 +480,19 @@ class Watch:
 
     def leave(self, error):
         """Write the last heartbeat, and a dump if an error has ended the script."""
-        message = None if error is None else "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
             text = error.code if isinstance(error.code, str) else " ".join(self.stderr.problems)
-            message = f"SystemExit: {text}" if error.code else None
-        self.error = self.error or message
+            self.error = f"SystemExit: {text}" if error.code else None
+        elif error is not None:
+            self.error = "".join(traceback.format_exception(error))
         self.spare_file.close()
-        self.end = "failed" if message else "finished"
+        self.end = "failed" if self.error else "finished"
         # Wait until the thread ends, so that it cannot replace the last heartbeat with an older
         # heartbeat.
         self.thread.join(timeout=1)
         self.steps.safely(self.steps.collect)
         self.tell()
-        if message:
+        if self.error:
             self.dump("failed")
 
 

@@ -272,7 +272,7 @@ def may_take_minutes(ranks):
     least one rank uses its CPU or has entered the phase in the last minute.
     """
     phases = {rank.phase for rank in ranks}
-    is_active = any((rank.cpu or 0) > 0.05 or rank.quiet < 60 for rank in ranks)
+    is_active = any(rank.cpu > 0.05 or rank.quiet < 60 for rank in ranks)
     is_long_phase = len(phases) == 1 and ranks[0].phase in LONG_PHASES
     return "compile" in phases or (is_long_phase and is_active)
 

@@ -53,7 +53,8 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
         "started": NOW - 500, "time": NOW, "phase": "backward", "step": 12,
         "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": STACK[0],
         "lines": {"train_llm.py:746 train_step": 0.9}, "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
-        "checks": [], "cpu": 0.0, "printed": [], "end": None,
+        "checks": [], "cpu": 0.0, "printed": [], "end": None, "error": None, "bad": None,
+        "asked_to_end": None,
     }  # fmt: skip
     dump = {"reason": "asked", "stack": STACK}
     dump |= {"collectives": collectives(calls, pending, late)}
