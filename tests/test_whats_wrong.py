@@ -15,9 +15,9 @@ TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
 
 # ---- made-up facts -----------------------------------------------------------------------------
 NOW = 1_000_000.0
-FLAG = ("all_reduce", "[[]]", 405, "measure")
-BUCKET = ("all_reduce", "[[606976]]", 746, "train_step")
-GATHER = ("all_gather", "[[21]]", 412, "gather")
+FLAG = "all_reduce [[]] at train_llm.py:405 measure"
+BUCKET = "all_reduce [[606976]] at train_llm.py:746 train_step"
+GATHER = "all_gather [[21]] at train_llm.py:412 gather"
 STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
 
 
@@ -27,15 +27,11 @@ def collectives(calls, pending, late=0.0):
     If `pending` is true, the last collective has not finished.
     """
     records = [
-        {"group": "gloo 0", "number": n, "call": f"{name} {sizes} at train_llm.py:{line} {at}",
-         "called": NOW - 50 + n / 10 + late, "milliseconds": None,
-         "pending": pending and n == len(calls), "patient": False}
-        for n, (name, sizes, line, at) in enumerate(calls, 1)
+        {"group": "gloo 0", "number": n, "call": call, "called": NOW - 50 + n / 10 + late,
+         "milliseconds": None, "pending": pending and n == len(calls), "patient": False}
+        for n, call in enumerate(calls, 1)
     ]  # fmt: skip
-    return records and [
-        *records,
-        records[-1] | {"group": "gloo 1", "patient": True, "pending": True},
-    ]
+    return [*records, records[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
 
 
 STACK = [["/run/train_llm.py", 746, "train_step"]]
@@ -101,7 +97,7 @@ LATE = failed("RuntimeError: Timed out waiting 600000ms for recv operation to co
 NO_BATCH = {"calls": STEPS[:-2], "pending": False, "phase": "data"}
 AHEAD = {"calls": [*STEPS, BUCKET, BUCKET, FLAG]}
 SKIPPED = {"calls": [*STEPS, BUCKET, BUCKET, GATHER]}
-SHAPE = {"calls": [*STEPS, BUCKET, BUCKET, ("all_reduce", "[[1000]]", 405, "measure")]}
+SHAPE = {"calls": [*STEPS, BUCKET, BUCKET, "all_reduce [[1000]] at train_llm.py:405 measure"]}
 ABORTED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
 ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
 ALL, MOVING = range(4), {"since": 1.0, "pending": False}
