@@ -27,11 +27,12 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 def reach_of(hosts_file):
     """Map the name of each host to the words that come before a command to run it on that host.
 
-    The words call ssh; this host needs no words. If `hosts_file` is None, return only this host.
+    The words call ssh; this host needs no words. Without a name in `hosts_file`, or without
+    `hosts_file`, return only this host.
     """
-    text = hosts_file.read_text() if hosts_file else HERE
-    # Each line has a name, or a comment, or both.
-    names = re.findall(r"^\s*([^\s#]+)", text, re.M)
+    text = hosts_file.read_text() if hosts_file else ""
+    # Each line may have a name, a comment, or both.
+    names = re.findall(r"^\s*([^\s#]+)", text, re.M) or [HERE]
     reach = {name: ["ssh", "-oBatchMode=yes", name] for name in names}
     # Compare host names without their domains, because only one of the names may have a domain.
     reach |= {name: [] for name in names if name.split(".")[0] == HERE.split(".")[0]}

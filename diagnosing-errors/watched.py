@@ -323,13 +323,13 @@ class Watch:
         self.end = None
         self.error = None
         self.sigterm_time = None
-        # This is the latest position that lasted for `stall` seconds.
-        self.stalled_position = (None, None)
+        self.stalled_step = None
 
         self.memory = deque(maxlen=6)
         self.memory_age = 0.0
         self.cpu_seconds = 0.0
         self.heartbeat_time = 0.0
+        self.dump_time = 0.0
         self.dump_request_time = 0.0
 
         # Keep this file open until leave() closes it. The last heartbeat then has a free file
@@ -465,16 +465,16 @@ class Watch:
             self.dump_request_time = (self.folder / "dump").stat().st_mtime
             if self.dump_request_time != last_request:
                 self.dump("asked")
-        has_stalled = time.time() - self.position_since > self.stall
-        if has_stalled and self.stalled_position != self.position:
-            self.stalled_position = self.position
+        if time.time() - max(self.position_since, self.dump_time) > self.stall:
+            self.stalled_step = self.steps.count
             self.dump("stall")
 
     def dump(self, reason):
         """Write the stack of the main thread and the latest collectives to this rank's dump."""
-        if reason in ("failed", "ended") and self.stalled_position[0] == self.steps.count:
+        if reason in ("failed", "ended") and self.stalled_step == self.steps.count:
             # Keep the earlier dump of the stall, because it shows where the rank waited.
             return
+        self.dump_time = time.time()
         content = {"reason": reason, "stack": main_stack(), "collectives": recorded_collectives()}
         self.write(".dump.json", content)
 
