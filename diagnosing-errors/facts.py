@@ -24,20 +24,18 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 
 
 # ---- hosts -------------------------------------------------------------------------------------
-def reach_of(hosts_file=None):
+def reach_of(hosts_file):
     """Map the name of each host to the words that come before a command to run it on that host.
 
-    The words call ssh; this host needs no words. Without `hosts_file`, return only this host.
+    The words call ssh; this host needs no words. Without a name in `hosts_file`, or without
+    `hosts_file`, return only this host.
     """
-    if not hosts_file:
-        return {HERE: []}
-    lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
-    reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
-    for name in reach:
-        # Compare the two host names without their domains, because only one of the names may have a
-        # domain.
-        if name.split(".")[0] == HERE.split(".")[0]:
-            reach[name] = []
+    text = hosts_file.read_text() if hosts_file else ""
+    # Each line may have a name, a comment, or both.
+    names = re.findall(r"^\s*([^\s#]+)", text, re.M) or [HERE]
+    reach = {name: ["ssh", "-oBatchMode=yes", name] for name in names}
+    # Compare host names without their domains, because only one of the names may have a domain.
+    reach |= {name: [] for name in names if name.split(".")[0] == HERE.split(".")[0]}
     return reach
 
 
@@ -64,8 +62,8 @@ def look_at(words, pids):
 # ---- the run's folder --------------------------------------------------------------------------
 def gather(run, reach):
     """Return the facts about a run, which come from its folder and from the hosts in `reach`."""
-    ahead = request_dumps(run)
-    pids = {files["beat"]["pid"] for files in read_ranks(run, ahead).values()}
+    now = request_dumps(run)
+    pids = {files["beat"]["pid"] for files in read_ranks(run, now).values()}
     # Ask up to 64 hosts at the same time, because each answer may take seconds.
     with ThreadPoolExecutor(64) as pool:
         answers = pool.map(lambda words: look_at(words, pids), reach.values())
@@ -73,36 +71,36 @@ def gather(run, reach):
     disk = os.statvfs(run)
     free = disk.f_bavail * disk.f_frsize
     # Read the files again, because a rank may have written its error and ended in the meantime.
-    return {"run": str(run), "ranks": read_ranks(run, ahead), "hosts": hosts, "free": free}
+    return {"run": str(run), "ranks": read_ranks(run, now), "hosts": hosts, "free": free}
 
 
 def request_dumps(run):
     """Ask all ranks for dumps, and wait up to four seconds until the dumps are there.
 
-    Return the file system's time minus this host's time, in seconds.
+    Return the time of the request in the clock of the file system.
     """
     request = run / "ranks/dump"
-    ahead = 0.0
+    now = time.time()
     # If the folder belongs to a different user, touch() may fail. Then use the dumps that exist.
     with suppress(OSError):
         request.touch()
-        ahead = changed(request) - time.time()
+        now = changed(request)
     deadline = time.monotonic() + 4
     while time.monotonic() < deadline:
-        ranks = read_ranks(run, ahead).values()
+        ranks = read_ranks(run, now).values()
         running = [files for files in ranks if files["age"] < STALE and not files["beat"]["end"]]
-        if all(files["dumped"] >= changed(request) for files in running):
+        if all(files["dumped"] >= now for files in running):
             break
         time.sleep(0.1)
-    return ahead
+    return now
 
 
-def read_ranks(run, ahead=0.0):
+def read_ranks(run, now):
     """Map each rank of the run's latest start to the content of its files, from read_rank().
 
-    `ahead` is the file system's time minus this host's time, in seconds.
+    `now` is the time of the request in the clock of the file system, because the clocks of hosts
+    differ.
     """
-    now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
     # Drop ranks that started at least 30 s before the latest rank, because their files are left
@@ -114,9 +112,8 @@ def read_ranks(run, ahead=0.0):
 def read_rank(path, now):
     """Return the content of a rank's files, or None if its heartbeat is damaged.
 
-    `now` is the time of the file system, because the clocks of hosts differ. In the result, `age`
-    is the number of seconds since the rank's last heartbeat, and `runs` is the number of seconds
-    since the rank started.
+    In the result, `age` is the number of seconds from the rank's last heartbeat to the time `now`,
+    and `runs` is the number of seconds from the rank's start to this time.
     """
     beat, dump = read_json(path), path.with_suffix(".dump.json")
     if "started" not in beat:
@@ -155,20 +152,18 @@ def read_json(path):
 
 # ---- from facts to ranks -----------------------------------------------------------------------
 class Rank:
-    """Hold all facts about a rank; attributes that __init__() does not set are in its heartbeat."""
+    """Hold all facts about a rank: each value in its heartbeat is an attribute, too."""
 
     def __init__(self, files, host):
-        self.beat = files["beat"]
-        # This is the number of seconds since the rank's last heartbeat.
-        self.age = files["age"]
-        # This is the text that faulthandler has written if the process has crashed in C code: the
-        # signal and the Python stacks.
-        self.crash = files["crash"]
+        # `age` is the number of seconds since the rank's last heartbeat. `crash` is the text that
+        # faulthandler has written if the process has crashed in C code: the signal and the Python
+        # stacks.
+        vars(self).update(files["beat"], age=files["age"], crash=files["crash"])
         # The state is one of the words alive, stopped, finished, failed, gone and silent.
         self.state = state_of(files, host)
         self.lives = self.state in ("alive", "stopped")
         # This is the number of seconds since the rank last changed its step or its phase.
-        self.quiet = self.beat["time"] - self.since + self.age
+        self.quiet = self.time - self.since + self.age
         step = f"step {self.step}"
         self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
         # Map each process group to the collectives that the rank has called in it: group ->
@@ -180,17 +175,9 @@ class Rank:
             # days without a fault.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
-        # These are the (file, line, function) of the main thread's frames, outermost first. There
-        # are no frames for a rank that has failed, because its traceback shows the line instead.
-        self.frames = []
-        if self.state == "stopped":
-            # A stopped rank cannot write a dump, so use the one frame in its last heartbeat.
-            self.frames = [self.frame]
-        elif dump and dump["reason"] != "failed":
-            self.frames = dump["stack"]
-
-    def __getattr__(self, name):
-        return self.beat.get(name)
+        # These are the (file, line, function) of the main thread's frames, outermost first. A
+        # stopped rank cannot write a dump, so use the one frame in its last heartbeat.
+        self.frames = [self.frame] if self.state == "stopped" else dump.get("stack", [])
 
 
 def ranks_of(facts):

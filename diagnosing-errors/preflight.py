@@ -69,7 +69,7 @@ Finding = namedtuple("Finding", "check ranks value usual")
 # ---- command line and launcher ---------------------------------------------------------------
 
 
-def parse_args(argv=None):
+def parse_args():
     """Parse the command line, and check the arguments and the launcher's variables."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
@@ -86,7 +86,7 @@ def parse_args(argv=None):
     device = "cuda" if has_gpu else "cpu"
     add("--device", choices=["cpu", "cuda"], default=device, help="kind of device to test")
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no working GPU found; repair the driver, or pass --device cpu")
     check_variables()

@@ -62,7 +62,7 @@ CLUES = {
 
 
 def parse_args():
-    """Return the checked arguments, and add the attribute `reach`, a result of reach_of()."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("run", type=Path, help="the run's folder, as passed to watched.py --into")
@@ -73,9 +73,6 @@ def parse_args():
         parser.error(f"run {args.run}: not a folder; pass a run's folder, such as outputs/02-ddp")
     if args.hosts and not args.hosts.is_file():
         parser.error(f"--hosts {args.hosts}: no such file; pass a file with one host per line")
-    args.reach = reach_of(args.hosts)
-    if not args.reach:
-        parser.error(f"--hosts {args.hosts}: names no host; write one host per line")
     return args
 
 
@@ -275,7 +272,7 @@ def may_take_minutes(ranks):
     least one rank uses its CPU or has entered the phase in the last minute.
     """
     phases = {rank.phase for rank in ranks}
-    is_active = any((rank.cpu or 0) > 0.05 or rank.quiet < 60 for rank in ranks)
+    is_active = any(rank.cpu > 0.05 or rank.quiet < 60 for rank in ranks)
     is_long_phase = len(phases) == 1 and ranks[0].phase in LONG_PHASES
     return "compile" in phases or (is_long_phase and is_active)
 
@@ -638,7 +635,7 @@ def who(found):
 def main():
     """Print the verdict on a run, and exit with the status of the verdict."""
     args = parse_args()
-    facts = gather(args.run, args.reach)
+    facts = gather(args.run, reach_of(args.hosts))
     ranks = ranks_of(facts)
     verdict = diagnose(facts, ranks)
     if args.json:

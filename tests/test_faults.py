@@ -21,7 +21,8 @@ import pytest
 
 from cluster.cluster import wait_until
 from conftest import ROOT, SCRIPTS, SHORT, run_command
-from runs import last_logged_step, watched_command
+from harness import describe_machine, keep, launch_command
+from runs import last_logged_step
 
 pytestmark = pytest.mark.tool
 
@@ -106,7 +107,8 @@ def script_words(case, folder):
 def started(case, folder, words):
     """Start a case's ranks under torchrun and watched.py; end them when the `with` block ends."""
     ranks = 2 if case.script == STRANGER else 3
-    command = watched_command(folder / "run", "--stall", 15, *words, ranks=ranks)
+    watched = [CHAPTER / "watched.py", "--into", folder / "run", "--stall", 15]
+    command = list(map(str, launch_command(ranks, [*watched, *words])))
     # Limit each process to 1,024 open files, which is a common limit, so that a leak of files soon
     # fails.
     command = ["bash", "-c", f"ulimit -S -n 1024 && exec {shlex.join(command)}"]
@@ -174,8 +176,6 @@ def record(request):
     def write(row, folder):
         if not request.config.getoption("--record"):
             return
-        from harness import describe_machine, keep
-
         if not RESULTS.exists():
             keep(RESULTS, describe_machine(), {"rows": []})
         published = json.loads(RESULTS.read_text())

@@ -14,8 +14,7 @@ ARGS = [*SHORT, "--seq-length", 32, "--num-steps", 12, "--log-every", 5, "--chec
 FAULTS = ("nan-data", "nan-gradient")
 CASES = [("01", "nan-data"), slow("04", "nan-gradient"), slow("fp16", "nan-data")]
 CASES += [exhaustive("02", "nan-gradient"), exhaustive("04", "nan-data")]
-CASES += [exhaustive("05", fault) for fault in FAULTS]
-CASES += [exhaustive(*case) for case in itertools.product(("07", "08", "09"), FAULTS)]
+CASES += [exhaustive(*case) for case in itertools.product(("05", "07", "08", "09"), FAULTS)]
 # A scale of 1 cannot be halved, so the first overflow ends a run in fp16.
 FLAGS = SPLIT | {"fp16": ["--precision", "fp16", "--init-scale", 1]}
 

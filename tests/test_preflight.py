@@ -30,14 +30,9 @@ def healthy_reports(num_ranks=1000, ranks_per_host=8):
     return reports
 
 
-def findings_of(reports, device="cuda", network_gbs=0.0):
-    args = argparse.Namespace(device=device, network_gbs=network_gbs, checkpoint_gb=40.0)
+def findings_of(reports, network_gbs=0.0):
+    args = argparse.Namespace(device="cuda", network_gbs=network_gbs, checkpoint_gb=40.0)
     return preflight.compare(args, reports)[1]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_thousand_healthy_ranks_have_no_finding(device):
-    assert findings_of(healthy_reports(), device) == []
 
 
 # Each check has the value that rank 16 reports, the finding's level, and a part of the finding's

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from conftest import SCRIPTS, SHORT, change_file, prepare_training, run_or_fail
 from in_process import FLAGS, SYNC_OPS, events_of_steps
@@ -72,9 +73,7 @@ def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, m
 
     def send(state, bucket):
         ready_at_send.append(len(ready_weights))
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return allreduce_hook(state, bucket)
 
     ddp.register_comm_hook(None, send)
     batch = torch.randint(0, 255, (2, 64))

@@ -2,27 +2,22 @@
 
 import json
 import signal
+import sys
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
 import watched
 
 from cluster.cluster import wait_until
-from conftest import SCRIPTS, SHORT, difference, metrics, start_ranks
-from runs import WATCHED
+from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail, start_ranks
 
 
-def start(folder, script, *args, ranks=1):
-    """Start a script under watched.py; return the processes of its ranks."""
-    return start_ranks(ranks, [WATCHED, "--into", folder, script, *args], folder)
-
-
-def run(folder, script, *args, ranks=1):
-    """Run a script under watched.py to its end; return rank 0's exit status and output."""
-    processes = start(folder, script, *args, ranks=ranks)
-    statuses = [process.wait(timeout=200) for process in processes]
-    return statuses[0], (folder / "rank0.log").read_text()
+def run(folder, script, *args):
+    """Run a script on one rank under watched.py to its end; return its result."""
+    [[result]] = run_jobs(1, [(watched.__file__, ["--into", folder, script, *args])], folder)
+    return result
 
 
 def beat_of(folder, rank=0):
@@ -51,8 +46,8 @@ ENDS = {
 def test_script_has_its_own_folder_arguments_and_exit_status(tmp_path, text):
     (tmp_path / "neighbour.py").touch()
     status, error = ENDS[text]
-    found, log = run(tmp_path, written(tmp_path, text), "-e", "--into")
-    assert found == status, log
+    result = run(tmp_path, written(tmp_path, text), "-e", "--into")
+    assert result["status"] == status, result
     beat = beat_of(tmp_path)
     assert beat["end"] == ("failed" if status else "finished")
     assert error in str(beat["error"])
@@ -68,7 +63,8 @@ time.sleep(1e6)
 
 
 def test_sigterm_reaches_the_handler_of_the_script_and_is_recorded(tmp_path):
-    (process,) = start(tmp_path, written(tmp_path, HANDLER))
+    command = [watched.__file__, "--into", tmp_path, written(tmp_path, HANDLER)]
+    [process] = start_ranks(1, command, tmp_path)
     log = tmp_path / "rank0.log"
     wait_until(lambda: "ready\n" in log.read_text(), 60, "the script runs")
     process.send_signal(signal.SIGTERM)
@@ -78,8 +74,9 @@ def test_sigterm_reaches_the_handler_of_the_script_and_is_recorded(tmp_path):
 
 
 def test_missing_script_is_an_error(tmp_path):
-    status, log = run(tmp_path, "nowhere.py")
-    assert status == 2 and "error: script nowhere.py: no such file;" in log
+    result = run(tmp_path, "nowhere.py")
+    assert result["status"] == 2
+    assert "error: script nowhere.py: no such file;" in result["stderr"]
 
 
 # ---- heartbeats --------------------------------------------------------------------------------
@@ -88,10 +85,8 @@ def watched_run(tmp_path_factory):
     """Run chapter 02 with watched.py and without it; return the folder that holds both runs."""
     folder = tmp_path_factory.mktemp("runs")
     args = [SCRIPTS["02"], *SHORT, "--save-dir", folder, "-e"]
-    alone = start_ranks(2, [*args, "alone"], folder, "-alone")
-    assert [process.wait(timeout=200) for process in alone] == [0, 0]
-    status, output = run(folder, *args, "watched", ranks=2)
-    assert status == 0, output
+    jobs = [("02", [*args[1:], "alone"]), (watched.__file__, ["--into", folder, *args, "watched"])]
+    run_or_fail(2, jobs, folder / "jobs")
     return folder
 
 
@@ -120,9 +115,9 @@ def test_heartbeat_has_steps_checks_and_resources(watched_run):
 
 @pytest.mark.slow
 def test_step_number_includes_the_steps_before_a_resume(watched_run):
-    args = [*SHORT, "--num-steps", 30, "--save-dir", watched_run, "-e", "watched"]
-    status, output = run(watched_run, SCRIPTS["02"], *args, ranks=2)
-    assert status == 0, output
+    args = ["--into", watched_run, SCRIPTS["02"], *SHORT, "--num-steps", 30]
+    args += ["--save-dir", watched_run, "-e", "watched"]
+    run_or_fail(2, [(watched.__file__, args)], watched_run / "resumed")
     assert beat_of(watched_run)["step"] == 30
 
 
@@ -140,16 +135,13 @@ class Tokens(torch.nn.Module):
 def steps(monkeypatch):
     """Return a watched.Steps, which counts the optimizer's steps in this process.
 
-    After the test, restore the functions of torch that it replaces.
+    After the test, restore the functions and the hooks of torch that it replaces.
     """
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     monkeypatch.setattr(torch.nn.Embedding, "forward", torch.nn.Embedding.forward)
-    handles = []
-    register = watched.register_optimizer_step_post_hook
-    record = lambda hook: handles.append(register(hook))  # noqa: E731
-    monkeypatch.setattr(watched, "register_optimizer_step_post_hook", record)
-    yield watched.Steps(every=2)
-    handles[0].remove()
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_global_optimizer_post_hooks", OrderedDict())
+    return watched.Steps(every=2)
 
 
 def train(optimizer_class, count=4, infinite_step=None, **options):

@@ -15,9 +15,9 @@ TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
 
 # ---- made-up facts -----------------------------------------------------------------------------
 NOW = 1_000_000.0
-FLAG = ("all_reduce", "[[]]", 405, "measure")
-BUCKET = ("all_reduce", "[[606976]]", 746, "train_step")
-GATHER = ("all_gather", "[[21]]", 412, "gather")
+FLAG = "all_reduce [[]] at train_llm.py:405 measure"
+BUCKET = "all_reduce [[606976]] at train_llm.py:746 train_step"
+GATHER = "all_gather [[21]] at train_llm.py:412 gather"
 STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
 
 
@@ -27,15 +27,11 @@ def collectives(calls, pending, late=0.0):
     If `pending` is true, the last collective has not finished.
     """
     records = [
-        {"group": "gloo 0", "number": n, "call": f"{name} {sizes} at train_llm.py:{line} {at}",
-         "called": NOW - 50 + n / 10 + late, "milliseconds": None,
-         "pending": pending and n == len(calls), "patient": False}
-        for n, (name, sizes, line, at) in enumerate(calls, 1)
+        {"group": "gloo 0", "number": n, "call": call, "called": NOW - 50 + n / 10 + late,
+         "milliseconds": None, "pending": pending and n == len(calls), "patient": False}
+        for n, call in enumerate(calls, 1)
     ]  # fmt: skip
-    return records and [
-        *records,
-        records[-1] | {"group": "gloo 1", "patient": True, "pending": True},
-    ]
+    return [*records, records[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
 
 
 STACK = [["/run/train_llm.py", 746, "train_step"]]
@@ -53,7 +49,8 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
         "started": NOW - 500, "time": NOW, "phase": "backward", "step": 12,
         "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": STACK[0],
         "lines": {"train_llm.py:746 train_step": 0.9}, "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
-        "checks": [], "cpu": 0.0, "printed": [], "end": None,
+        "checks": [], "cpu": 0.0, "printed": [], "end": None, "error": None, "bad": None,
+        "asked_to_end": None,
     }  # fmt: skip
     dump = {"reason": "asked", "stack": STACK}
     dump |= {"collectives": collectives(calls, pending, late)}
@@ -62,12 +59,9 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
 
 def facts_of(ranks, gone=()):
     """Return facts about ranks whose hosts all answer; the ranks in `gone` have no process."""
-    hosts = {}
-    for rank, files in ranks.items():
-        states = hosts.setdefault(files["beat"]["host"], {})
-        if rank not in gone:
-            states[str(files["beat"]["pid"])] = "S"
-    hosts = {host: {"host": host, "states": states} for host, states in hosts.items()}
+    beats = [files["beat"] for files in ranks.values()]
+    states = {str(beat["pid"]): "S" for beat in beats if beat["rank"] not in gone}
+    hosts = {beat["host"]: {"host": beat["host"], "states": states} for beat in beats}
     return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts}
 
 
@@ -103,7 +97,7 @@ LATE = failed("RuntimeError: Timed out waiting 600000ms for recv operation to co
 NO_BATCH = {"calls": STEPS[:-2], "pending": False, "phase": "data"}
 AHEAD = {"calls": [*STEPS, BUCKET, BUCKET, FLAG]}
 SKIPPED = {"calls": [*STEPS, BUCKET, BUCKET, GATHER]}
-SHAPE = {"calls": [*STEPS, BUCKET, BUCKET, ("all_reduce", "[[1000]]", 405, "measure")]}
+SHAPE = {"calls": [*STEPS, BUCKET, BUCKET, "all_reduce [[1000]] at train_llm.py:405 measure"]}
 ABORTED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
 ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
 ALL, MOVING = range(4), {"since": 1.0, "pending": False}
@@ -224,4 +218,4 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path):
         path = tmp_path / f"ranks/{rank:05}.json"
         path.write_text(json.dumps(beat))
         os.utime(path, (now - age, now - age))
-    assert sorted(read_ranks(tmp_path)) == [0, 1]
+    assert sorted(read_ranks(tmp_path, now)) == [0, 1]

@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 import time
+from functools import partial
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -11,10 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, run_or_fail
-from harness import launch_command
 from plot import rows_of
-
-WATCHED = ROOT / "diagnosing-errors/watched.py"
 
 
 def copy_run(run_dir, step, copy):
@@ -22,10 +20,7 @@ def copy_run(run_dir, step, copy):
 
     The copy keeps the metrics of all steps.
     """
-    shutil.copytree(run_dir, copy)
-    shutil.rmtree(copy / "model")
-    for finished in copy.glob("finished-*"):
-        finished.unlink()
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("model", "finished-*"))
     for checkpoint in (copy / "checkpoints").iterdir():
         if int(checkpoint.name[5:]) > step:
             shutil.rmtree(checkpoint)
@@ -100,14 +95,12 @@ def has_weights_of(model, checkpoint):
 
 def have_same_weights(run_dir, other_run_dir, tolerance=0):
     """Return whether the exported models of two runs have the same weights, up to `tolerance`."""
-    weights, others = (
-        AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-        for folder in (run_dir, other_run_dir)
-    )
+    folders = [run_dir / "model", other_run_dir / "model"]
+    models = map(AutoModelForCausalLM.from_pretrained, folders)
+    weights, others = (model.state_dict() for model in models)
     assert weights.keys() == others.keys()
-    return all(
-        torch.allclose(weights[name], others[name], rtol=0, atol=tolerance) for name in weights
-    )
+    is_close = partial(torch.allclose, rtol=0, atol=tolerance)
+    return all(is_close(weights[name], others[name]) for name in weights)
 
 
 def evaluate_export(run_dir, step, chapter):
@@ -161,11 +154,3 @@ def call_on_ranks(world_size, script, cases, folder, *words):
     args = [folder / "cases.json", folder / "result.json", *words]
     run_or_fail(world_size, [(ROOT / "tests/support" / script, args)], folder, timeout=1200)
     return json.loads((folder / "result.json").read_text())
-
-
-def watched_command(folder, *words, ranks=0):
-    """Return a command that runs a script under watched.py.
-
-    If `ranks` is not 0, the command also starts torchrun with this number of ranks.
-    """
-    return list(map(str, launch_command(ranks, [WATCHED, "--into", folder, *words])))
