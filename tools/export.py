@@ -4,9 +4,9 @@ Here:  python tools/export.py outputs/04-fsdp/checkpoints/step-00000050 outputs/
 """
 
 import argparse
-import importlib.util
 import json
 import logging
+import sys
 import warnings
 from pathlib import Path
 
@@ -18,22 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from plot import fail
 
-ROOT = Path(__file__).resolve().parents[1]
+# Import chapter 01's script, because its functions build tokenizers and configurations.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
+
+import train_llm as chapter
 
 
-def load_chapter():
-    """Return chapter 01's script as a module; its functions build tokenizers and configurations."""
-    spec = importlib.util.spec_from_file_location("chapter", ROOT / "01-single-gpu/train_llm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def write_model(chapter, checkpoint, folder):
+def write_model(checkpoint, folder):
     """Write the model of a checkpoint, with its configuration and tokenizer, to a new folder.
 
-    `chapter` is the module that load_chapter() returns. Raise a ValueError if the checkpoint cannot
-    be read, or if it has only LoRA adapters.
+    Raise a ValueError if the checkpoint cannot be read, or if it has only LoRA adapters.
     """
     if (checkpoint / "state.pt").exists():
         state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
@@ -87,7 +81,7 @@ def main():
     if paths.folder.exists():
         parser.error(f"{paths.folder}: exists already; choose a new folder")
     try:
-        write_model(load_chapter(), paths.checkpoint, paths.folder)
+        write_model(paths.checkpoint, paths.folder)
     except ValueError as error:
         fail(str(error))
     print(f"{paths.folder} has the model of {paths.checkpoint}")
