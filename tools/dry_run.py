@@ -266,6 +266,7 @@ def run_rank(options, rank, sender):
     fake_machine.add_gpu(options, watch)
     watch.watch_torch()
     shorten(module)
+    # From now on, the rank's result reports the script's errors.
     module.fail = raise_message
 
     def progress(phase):
