@@ -165,7 +165,7 @@ def test_pipeline_sends_the_bytes_of_the_formula(gpus):
 
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("style", ["gather", exhaustive("ulysses")])
-def test_context_parallelism_sends_the_bytes_of_the_formula(style, gpus):
+def test_context_parallelism_sends_the_bytes_of_the_formula_and_never_waits(style, gpus):
     # The keys are as wide as the hidden states. Four ranks process four micro-batches.
     size, keys, micro_batches = 4, WIDTH, 4
     arguments = f"{MODEL} --context-parallel-size {size} --context-parallel-style {style}"
@@ -175,6 +175,7 @@ def test_context_parallelism_sends_the_bytes_of_the_formula(style, gpus):
     else:
         kind, per_layer = "all-to-all", 2 * 4 * LENGTH * (WIDTH + keys) * share(size) / size
     assert sent(result, kind, size) == pytest.approx(micro_batches * LAYERS * per_layer)
+    assert not [row for row in result["waits"] if row["phase"].startswith("step")]
 
 
 @pytest.mark.parametrize("size", [2, exhaustive(8)])
@@ -366,12 +367,6 @@ FAULTS = {
         "total_loss += loss.detach()",
         "same device",
     ),
-    "item in the step": (
-        "total_loss += loss.detach()",
-        "total_loss += loss.item()",
-        "total_loss += loss.item()",
-        "reads a value",
-    ),
     "blocking copy of the batch": (
         ".to(device, non_blocking=True)",
         ".to(device)",
@@ -420,12 +415,6 @@ def test_added_all_reduce_is_reported_with_its_line(tmp_path):
     assert report[number + 1] == "reads a value (waits: 1)"
 
 
-def test_unchanged_step_never_waits_for_the_gpu():
-    result = run(SCRIPTS["08"], 2, f"{MODEL} --context-parallel-size 2")
-    assert not result["problem"]
-    assert not [row for row in result["waits"] if row["phase"].startswith("step")]
-
-
 def test_report_names_the_worst_rank_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--gpus", "2", "--gpu-overhead-gib", "100", "--", str(SCRIPTS["07"])]
@@ -444,10 +433,10 @@ def test_report_names_the_worst_rank_and_writes_nothing(tmp_path, monkeypatch, c
 BAD = {
     "--gpus 0": "argument --gpus: must be at least 1, not 0",
     "--gpus 12": "--gpus 12: not divisible by --gpus-per-node 8; choose a multiple",
-    "--gpus 8 --rank foo": "argument --rank: foo is neither a rank nor last",
+    "--gpus 8 --rank foo": "--rank foo: unknown rank; choose from 0 to 7, or last",
     # The script itself refuses this value, because the dry run also checks the script's flags.
     "--gpus 3": "--global-batch-size 32: not divisible by 3 data-parallel ranks; choose a multiple",
-    "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7",
+    "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7, or last",
 }
 GUARD = 'if __name__ == "__main__":'
 # Each case has a text of chapter 04's script, a replacement for this text, and a part of the error
@@ -457,7 +446,6 @@ OTHER_SCRIPTS = {
     "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),
     "call of main on import": (GUARD, "TRAIN\nif True:", "would train on import"),
     "framework": ("import torch", "TRAIN; import torch, deepspeed", "trains with deepspeed"),
-    "not Python": ("import torch", "TRAIN; import", "not a Python script"),
 }
 
 

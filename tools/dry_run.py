@@ -10,14 +10,12 @@ data, so a laptop is large enough. The tool reads no data and no weights, and le
 """
 
 import argparse
-import ast
 import contextlib
 import functools
 import gc
 import itertools
 import json
 import linecache
-import math
 import multiprocessing
 import os
 import sys
@@ -61,9 +59,6 @@ PHASES = {
 }
 # The script is in one of these phases while it runs no function in PHASES.
 OUTSIDE = ["start", "between steps"]
-# Replace these functions of a script by functions that do nothing, because the dry run has no
-# weights to read or to save.
-SKIPPED = ["read_weights", "save_checkpoint"]
 # Refuse a script without these functions. The dry run replaces them or follows their calls, so
 # without them the script would read data, write files, or never end.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
@@ -99,7 +94,7 @@ def parse_args(argv=None):
     names = ", ".join(GPUS)
     add("--gpu", type=gpu_kind, default="H100-80GB", help=f"kind of the GPUs: {names}")
     rank_help = "ranks to run, such as 0 7 last; None: first and last rank of each kind of split"
-    add("--rank", nargs="+", type=rank_number, help=rank_help)
+    add("--rank", nargs="+", help=rank_help)
     add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")
     add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB for CUDA, NCCL and cuBLAS")
     fragmentation_help = "memory that the allocator wastes, as a share of the tensors"
@@ -113,49 +108,33 @@ def parse_args(argv=None):
     gpus, local_gpus = options.gpus, options.gpus_per_node
     if gpus > local_gpus and gpus % local_gpus:
         fail(f"--gpus {gpus}: not divisible by --gpus-per-node {local_gpus}; choose a multiple")
-    if options.rank:
-        last = gpus - 1
-        # Replace "last" with the number of the last rank, and drop repeated ranks without changing
-        # the order.
-        options.rank = list(dict.fromkeys(last if r == "last" else r for r in options.rank))
-        if max(options.rank) > last:
-            fail(f"--rank {max(options.rank)}: unknown rank; choose from 0 to {last}")
+    ranks = {str(rank): rank for rank in range(gpus)} | {"last": gpus - 1}
+    for word in options.rank or []:
+        if word not in ranks:
+            fail(f"--rank {word}: unknown rank; choose from 0 to {gpus - 1}, or last")
+    # Drop repeated ranks without changing the order.
+    options.rank = list(dict.fromkeys(ranks[word] for word in options.rank or []))
     options.script = str(Path(options.script).resolve())
     check_script(options.script)
     return options
 
 
-def rank_number(text):
-    """Return a value of --rank as an integer, or the word "last" unchanged; refuse other texts."""
-    if text != "last" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is neither a rank nor last")
-    return text if text == "last" else int(text)
-
-
 def check_script(path):
     """Exit with an error if the dry run does not support the script at `path`.
 
-    The script must be a chapter's script, or a changed copy of a chapter's script. Parse the file
+    The script must be a chapter's script, or a changed copy of a chapter's script. Compile the file
     without importing it, because an import would run the file's code.
     """
     if not Path(path).is_file():
         fail(f"{path}: file not found; check the path")
-    try:
-        statements = ast.parse(Path(path).read_bytes()).body
-    except (SyntaxError, ValueError) as error:
-        fail(f"{path}: not a Python script ({error}); choose a chapter's script, or a copy of it")
-    imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
-    imported = [(node, alias) for node in imports for alias in node.names]
-    names = {getattr(node, "name", None) for node in statements}
-    names |= {alias.asname or alias.name for _, alias in imported}
+    # These are the names that the file's top level defines, imports or reads.
+    names = set(compile(Path(path).read_bytes(), path, "exec").co_names)
     if missing := [name for name in NEEDED if name not in names]:
         problem = f"is not a copy of a chapter's script, because it lacks {', '.join(missing)}"
         fail(f"{path}: {problem}; choose a chapter's script, or a copy of it with your changes")
-    guards = [node for node in statements if isinstance(node, ast.If)]
-    if not any("__name__" in ast.unparse(guard.test) for guard in guards):
+    if "__name__" not in names:
         fail(f'{path}: would train on import; call main() only if __name__ == "__main__"')
-    modules = [getattr(node, "module", None) or alias.name for node, alias in imported]
-    if found := FRAMEWORKS & {module.partition(".")[0] for module in modules}:
+    if found := FRAMEWORKS & names:
         problem = f"trains with {min(found)}, which the dry run cannot simulate"
         fail(f"{path}: {problem}; choose a chapter's script")
 
@@ -169,19 +148,12 @@ def ranks_to_run(options, args):
     """
     if options.rank:
         return options.rank
-    tensor, context, stages = split_sizes(args)
+    # If a script has no flag for one of these sizes, this size is 1.
+    names = ("tensor", "context", "pipeline")
+    tensor, context, stages = [getattr(args, f"{name}_parallel_size", 1) for name in names]
     last_context, last_stage = tensor * (context - 1), options.gpus - options.gpus // stages
     ranks = {0, last_context, last_stage, last_stage + last_context, options.gpus - 1}
     return sorted(ranks)
-
-
-def split_sizes(args):
-    """Return the sizes of tensor, context and pipeline parallelism, in this order.
-
-    If a script has no flag for one of these sizes, this size is 1.
-    """
-    names = ("tensor", "context", "pipeline")
-    return [getattr(args, f"{name}_parallel_size", 1) for name in names]
 
 
 # ---- the script ------------------------------------------------------------------------------
@@ -197,22 +169,22 @@ def load_script(options):
     module = options.module = import_script(options.script)
     options.watch = Watch(options)
     module.torch = fake_machine.ScriptTorch(options, options.watch)
-    module.fail = raise_message
+    module.fail = fail
     module.causal_lower_right = fake_machine.LowerRight
     # Search all names for DDP, because a changed copy may import DDP under a different name.
     for name, value in list(vars(module).items()):
         if value is torch.nn.parallel.DistributedDataParallel:
             setattr(module, name, fake_machine.ReplicatedModel)
+    # The dry run has no weights to read or to save.
     module.load_checkpoint = lambda *_: 0
-    for name in SKIPPED:
-        setattr(module, name, lambda *_: None)
+    module.read_weights = module.save_checkpoint = lambda *_: None
     # Let check_shared() write the file that stop_requests() reads. Do not check whether all ranks
     # see this file, because this process simulates only one rank.
     module.check_shared = lambda folder: (folder / ".probe").write_text(module.PROCESS)
     return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
 
-def shorten(options, module):
+def shorten(module):
     """Shorten the training of the script `module` to three steps, and replace its data with zeros.
 
     Also shorten an evaluation to one micro-batch for each data-parallel rank. add_phases() ends the
@@ -233,8 +205,8 @@ def shorten(options, module):
         # Let all samples share the memory of one token, because nothing reads the samples' values.
         samples = torch.zeros(1, 1, dtype=torch.int32)
         samples = samples.expand(3 * args.global_batch_size, args.seq_length)
-        held_out = args.micro_batch_size * options.gpus // math.prod(split_sizes(args))
-        return module.Samples(args.seed, samples, iter(())), samples[:held_out]
+        held_out = samples[: args.global_batch_size // args.accumulation]
+        return module.Samples(args.seed, samples, iter(())), held_out
 
     def count_pairs(samples):
         # Pretend that each sample has one pair of answers, because the script would otherwise read
@@ -245,16 +217,17 @@ def shorten(options, module):
 
     if hasattr(module, "count_pairs"):
         count_real_pairs, module.count_pairs = module.count_pairs, count_pairs
-    module.parse_args, module.build_data = parse_short_run, build_data
+    module.parse_args = parse_short_run
+    module.build_data = fake_machine.on_real_tensors(build_data)
     # Keep the samples in order, because a random order would be a fake tensor, without values.
     module.random_order = lambda seed, shuffle, num_samples: range(num_samples)
 
 
-def add_phases(module, watch, modes, progress):
+def add_phases(module, watch, progress):
     """Wrap the functions of `module` that PHASES names, so that each call sets `watch.phase`.
 
-    The call of build_model() also turns on fake tensors, and the end of step 2 raises EndOfRun.
-    Call `progress` with the name of each phase that begins outside of all other phases.
+    The end of step 2 raises EndOfRun. Call `progress` with the name of each phase that begins
+    outside of all other phases.
     """
     steps = itertools.count(1)
 
@@ -267,14 +240,9 @@ def add_phases(module, watch, modes, progress):
                 watch.phase = f"{before}, clip"
             elif before in OUTSIDE:
                 progress(watch.phase)
-            if phase == "build":
-                modes.enter_context(fake_machine.FakeTensors())
-                modes.enter_context(watch)
             begun = watch.phase
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                watch.phase = "between steps" if phase == "step" else before
+            result = function(*args, **kwargs)
+            watch.phase = "between steps" if phase == "step" else before
             if begun == "step 2":
                 raise EndOfRun
             return result
@@ -297,30 +265,26 @@ def run_rank(options, rank, sender):
     fake_machine.add_ranks(options, rank)
     fake_machine.add_gpu(options, watch)
     watch.watch_torch()
-    shorten(options, module)
+    shorten(module)
+    # From now on, the rank's result reports the script's errors.
+    module.fail = raise_message
 
     def progress(phase):
         seconds = time.perf_counter() - began
         print(f"rank {rank}, {seconds:.0f} s: {phase}", file=sys.stderr, flush=True)
 
+    add_phases(module, watch, progress)
+    dist.init_device_mesh = fake_machine.on_real_tensors(dist.init_device_mesh)
+    if hasattr(module, "dispatch"):
+        wait = functools.partial(watch.wait, "reads the numbers of tokens")
+        module.dispatch = balanced(module.dispatch, wait)
     with (
-        contextlib.ExitStack() as modes,
         tempfile.TemporaryDirectory() as folder,
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),
+        fake_machine.FakeTensors(),
+        watch,
     ):
-        add_phases(module, watch, modes, progress)
-        setup = module.setup
-
-        def setup_on_fake_gpu(args):
-            with fake_machine.FakeTensors(), watch:
-                return setup(args)
-
-        module.setup = setup_on_fake_gpu
-        dist.init_device_mesh = fake_machine.on_real_tensors(dist.init_device_mesh)
-        if hasattr(module, "dispatch"):
-            wait = functools.partial(watch.wait, "reads the numbers of tokens")
-            module.dispatch = balanced(module.dispatch, wait)
         sys.argv = [options.script, *options.words, "--device", "cuda", "--save-dir", folder]
         try:
             # Call main() without torchrun's decorator, which would report EndOfRun as an error.
@@ -551,11 +515,7 @@ def main():
     Otherwise, exit with 1.
     """
     options = parse_args()
-    try:
-        ranks = ranks_to_run(options, load_script(options))
-    except ScriptError as error:
-        fail(str(error))
-    results = run_ranks(options, ranks)
+    results = run_ranks(options, ranks_to_run(options, load_script(options)))
     if options.json:
         print(json.dumps(results, indent=1))
     else:

@@ -26,11 +26,11 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from export import load_chapter, write_model
+from export import chapter, write_model
 from plot import fail
 
 
-def parse_args(chapter):
+def parse_args():
     """Return the parsed command line; chapter 01 parses and checks the flags that it defines."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
@@ -61,7 +61,7 @@ def parse_args(chapter):
 
 # ---- the model -------------------------------------------------------------------------------
 @contextlib.contextmanager
-def model_folder(chapter, path):
+def model_folder(path):
     """Yield a folder that transformers can load: `path` itself, or the model of a checkpoint.
 
     If `path` is a checkpoint, convert it to a model in a temporary folder, which exists until the
@@ -74,10 +74,7 @@ def model_folder(chapter, path):
     # but the disk of /tmp may be too small.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
-        try:
-            write_model(chapter, path, model)
-        except ValueError as error:
-            fail(str(error))
+        write_model(path, model)
         yield model
 
 
@@ -88,15 +85,12 @@ def load_model(args, folder):
     """
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     options = {"device_map": "auto"} if args.all_gpus else {}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-    except ImportError as error:
-        fail(f"--all-gpus: {error}; install accelerate, or leave out --all-gpus")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     return model.eval() if args.all_gpus else model.eval().to(args.device)
 
 
 # ---- the text --------------------------------------------------------------------------------
-def tokens_of(chapter, args, tokenizer):
+def tokens_of(args, tokenizer):
     """Return all tokens of the text in a tensor with one dimension.
 
     With --held-out, return only the tokens of the held-out samples.
@@ -151,20 +145,16 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    chapter = load_chapter()
     chapter.fail = fail
-    args = parse_args(chapter)
-    with model_folder(chapter, args.model) as folder:
+    args = parse_args()
+    with model_folder(args.model) as folder:
         args.model_name = str(folder)
         tokenizer, _ = chapter.build_tokenizer_and_config(args)
         # In messages about the text, name the model by the user's path, because `folder` may be
         # temporary.
         args.model_name = str(args.model)
-        tokens = tokens_of(chapter, args, tokenizer)
+        tokens = tokens_of(args, tokenizer)
         model = load_model(args, folder)
-    if len(tokens) < 2:
-        problem = f"has {len(tokens)} tokens, but a loss needs at least 2"
-        fail(f"--dataset-name {args.dataset_name}: {problem}; add text")
     total, count = total_loss(args, model, tokens)
     windows = f"windows of {args.seq_length} tokens, {args.stride} apart"
     print(f"{args.model} on {args.dataset_name}, in {windows}")

@@ -4,9 +4,9 @@ Here:  python tools/export.py outputs/04-fsdp/checkpoints/step-00000050 outputs/
 """
 
 import argparse
-import importlib.util
 import json
 import logging
+import sys
 import warnings
 from pathlib import Path
 
@@ -18,22 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from plot import fail
 
-ROOT = Path(__file__).resolve().parents[1]
+# Import chapter 01's script, because its functions build tokenizers and configurations.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
+
+import train_llm as chapter
 
 
-def load_chapter():
-    """Return chapter 01's script as a module; its functions build tokenizers and configurations."""
-    spec = importlib.util.spec_from_file_location("chapter", ROOT / "01-single-gpu/train_llm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def write_model(chapter, checkpoint, folder):
+def write_model(checkpoint, folder):
     """Write the model of a checkpoint, with its configuration and tokenizer, to a new folder.
 
-    `chapter` is the module that load_chapter() returns. Raise a ValueError if the checkpoint cannot
-    be read, or if it has only LoRA adapters.
+    Exit with an error if the checkpoint cannot be read, or if it has only LoRA adapters.
     """
     if (checkpoint / "state.pt").exists():
         state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
@@ -42,7 +36,7 @@ def write_model(chapter, checkpoint, folder):
         args, weights = json.loads(read_shards(checkpoint, {"args": ""})["args"]), None
     if "lora_rank" in args:
         problem = "it has only adapters; use the folder model/, which the run writes when it ends"
-        raise ValueError(f"{checkpoint}: {problem}")
+        fail(f"{checkpoint}: {problem}")
     tokenizer, config = chapter.build_tokenizer_and_config(argparse.Namespace(**args))
     # Build the model on the meta device, because only the names and shapes of weights are needed.
     with torch.device("meta"):
@@ -63,7 +57,7 @@ def write_model(chapter, checkpoint, folder):
 def read_shards(checkpoint, state):
     """Replace each value in `state` with the value in the checkpoint; return `state`.
 
-    Raise a ValueError if the checkpoint is not complete.
+    Exit with an error if the checkpoint is not complete.
     """
     # Turn off logging, because DCP would log pages about an error that fits on one line.
     logging.disable(logging.WARNING)
@@ -73,7 +67,7 @@ def read_shards(checkpoint, state):
     except CheckpointException as error:
         cause = next(cause for cause, _ in error.failures.values())
         problem = f"not a complete checkpoint ({cause})"
-        raise ValueError(f"{checkpoint}: {problem}; choose RUN/checkpoints/step-...") from error
+        fail(f"{checkpoint}: {problem}; choose RUN/checkpoints/step-...")
     return state
 
 
@@ -86,10 +80,7 @@ def main():
     transformers.logging.disable_progress_bar()
     if paths.folder.exists():
         parser.error(f"{paths.folder}: exists already; choose a new folder")
-    try:
-        write_model(load_chapter(), paths.checkpoint, paths.folder)
-    except ValueError as error:
-        fail(str(error))
+    write_model(paths.checkpoint, paths.folder)
     print(f"{paths.folder} has the model of {paths.checkpoint}")
 
 

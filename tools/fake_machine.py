@@ -259,7 +259,10 @@ def add_ranks(options, rank):
     def all_gather_object(objects, own_object, group=None):
         objects[:] = [own_object] * len(objects)
 
-    os.environ.update(launcher_variables(options, rank))
+    # torchrun would set these variables for this rank.
+    values = {"RANK": rank, "WORLD_SIZE": options.gpus, "LOCAL_RANK": rank % options.gpus_per_node}
+    values |= {"MASTER_ADDR": "none", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "none"}
+    os.environ.update({name: str(value) for name, value in values.items()})
     torch.nn.parallel.DistributedDataParallel = ReplicatedModel
     dist.init_process_group, dist.all_gather_object = init_process_group, all_gather_object
     dist.new_group = on_real_tensors(lambda ranks=None, *_, **__: new(ranks, backend=backend))
@@ -273,13 +276,6 @@ def decide_alone(_, stages, has_backward, p2p_done):
     for stage in stages:
         is_dynamic = mode.needs_dynamic(stage._user_meta, has_backward)
         stage._inference_mode = mode.DYNAMIC if is_dynamic else mode.STATIC
-
-
-def launcher_variables(options, rank):
-    """Return the environment variables that torchrun would set for this rank."""
-    values = {"RANK": rank, "WORLD_SIZE": options.gpus, "LOCAL_RANK": rank % options.gpus_per_node}
-    values |= {"MASTER_ADDR": "none", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "none"}
-    return {name: str(value) for name, value in values.items()}
 
 
 class ReplicatedModel(torch.nn.Module):

@@ -127,7 +127,7 @@ class Tracked:
 
 
 def follow(tracked):
-    """Send new rows every two seconds; after Ctrl-C, send the last new rows, and return."""
+    """Send new rows every two seconds; return after Ctrl-C, which interrupts no row."""
     # Use a SimpleQueue, because a signal handler can safely call put() of this queue at any moment.
     ends = queue.SimpleQueue()
 
@@ -137,12 +137,12 @@ def follow(tracked):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, end)
-    ended = False
-    while not ended:
-        with suppress(queue.Empty):
-            ended = ends.get(timeout=2)
+    while True:
         for one in tracked:
             one.update()
+        with suppress(queue.Empty):
+            ends.get(timeout=2)
+            return
 
 
 def main():
@@ -158,11 +158,11 @@ def main():
         tracked = [Tracked(run, TRACKERS[args.to]) for run in runs]
     except ImportError as error:
         fail(f"--to {args.to}: {error}; install the package")
-    for one in tracked:
-        one.update()
     if args.follow:
         follow(tracked)
     for one in tracked:
+        # After Ctrl-C, send the rows that are new since the last look.
+        one.update()
         one.tracker.close()
         print(f"{one.run}: {len(one.rows)} steps")
 
