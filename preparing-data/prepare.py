@@ -304,8 +304,7 @@ def text_of(row, column):
         # Convert a lone surrogate to a byte, so that decode() rejects it below.
         text = text.encode(errors="surrogateescape")
     if not isinstance(text, bytes):
-        kind = "null" if text is None else type(text).__name__
-        raise ValueError(f"column {column} holds {kind} instead of text")
+        raise ValueError(f"column {column} holds {text!r:.80} instead of text")
     return text.decode()
 
 
@@ -348,6 +347,7 @@ def batches_of(args, source, state):
     numbers = range(len(source.shards))[part::parts] if by_shard else range(len(source.shards))
 
     def records_of_part(number, used):
+        """Yield (number of records read, record) for this part's records after the first `used`."""
         # Read all columns of conversations, because a conversation may need several columns.
         column = args.text_column if args.kind == "text" else None
         for index, (line, record) in enumerate(until_error(source.shards[number].read(column))):

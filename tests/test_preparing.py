@@ -91,6 +91,10 @@ def test_weights_mix_sources_by_tokens(tmp_path):
     sizes = [sum(len(text) + 1 for text in texts if text in group) for group in (large, small)]
     assert abs(sizes[1] / sum(sizes) - 0.25) < 0.01
     assert large <= set(texts) and "small: " in output and " times" in output
+    # A finished folder stays as it is if the same command is started again.
+    before = contents(tmp_path / "o.tokens")
+    prepare(tmp_path / "o.tokens", *sources)
+    assert contents(tmp_path / "o.tokens") == before
 
 
 def parquet_of(rows):
@@ -133,7 +137,7 @@ BAD = {
     "empty.jsonl": (b"", "empty.jsonl: it has no documents"),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), "latin1.jsonl, line 1: Unicode"),
     "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: no column text; choose"),
-    "null.parquet": (parquet_of([{"text": ""}, {"text": None}]), "line 2: column text holds null"),
+    "null.parquet": (parquet_of([{"text": ""}, {"text": None}]), "line 2: column text holds None"),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
     "commas.csv": (b"text\na, b\nc\n", "commas.csv, line 2: more or fewer fields than the header"),
     "header.csv": (b"a,b\n1,2\n", "line 2: no column text; choose --text-column from: a, b; "),
