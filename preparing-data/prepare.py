@@ -33,7 +33,6 @@ import uuid
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from datetime import datetime
 from functools import cache, partial
 from itertools import accumulate, chain, groupby, takewhile
@@ -96,6 +95,11 @@ WEIGHTED = re.compile(r"(.*?)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?")
 # A shard is a part of a source. It has a name, a size in bytes (0 if the size is unknown), a hash
 # of its content, and a function that yields its records.
 Shard = namedtuple("Shard", "name size content read")
+# A source has a number, a name, its share of the tokens, and its shards. A source with the share 0
+# is read once; any other source repeats its documents.
+Source = namedtuple("Source", "number name share shards")
+# This state of a source is at its beginning; batches_of() explains the values.
+BEGINNING = {"pass": 0, "batch": 0, "shards": 0, "open": []}
 
 
 def parse_args():
@@ -113,8 +117,11 @@ def parse_args():
     column = "column with the text (default: text), or the turns (messages or conversations)"
     add("--text-column", default=argparse.SUPPRESS, help=column)
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--conversations", action="store_true", help="pack conversations, and mark the answers")
-    add("--preferences", action="store_true", help="pack pairs of a chosen and a rejected answer")
+    options = {"dest": "kind", "action": "store_const", "default": "text"}
+    conversations = "pack conversations, and mark the answers"
+    add("--conversations", const="conversations", help=conversations, **options)
+    pairs = "pack pairs of a chosen and a rejected answer"
+    add("--preferences", const="preferences", help=pairs, **options)
     add = parser.add_argument
     add("-s", "--seq-length", type=int, default=256, help="tokens in a packed sample")
     add("--piece", type=int, default=2**28, metavar="TOKENS", help="tokens in a piece")
@@ -126,8 +133,6 @@ def parse_args():
     args = parser.parse_args()
     if args.output.suffix != ".tokens":
         fail(f"--output {args.output}: must end in .tokens; use --output {args.output}.tokens")
-    args.kind = "conversations" if args.conversations else "text"
-    args.kind = "preferences" if args.preferences else args.kind
     args.text_column = getattr(args, "text_column", "text" if args.kind == "text" else None)
     if args.kind != "text":
         # Round --piece down, because a packed sample must not continue in the next piece.
@@ -154,9 +159,9 @@ def part_of(text):
 
 def slurm_part():
     """Return the part that this task of a Slurm array writes, as `k/n`; outside an array, `0/1`."""
-    names = {"ID": "0", "MIN": "0", "COUNT": "1"}
-    values = {name: os.environ.get(f"SLURM_ARRAY_TASK_{name}", names[name]) for name in names}
-    return f"{int(values['ID']) - int(values['MIN'])}/{values['COUNT']}"
+    get = os.environ.get
+    part = int(get("SLURM_ARRAY_TASK_ID", 0)) - int(get("SLURM_ARRAY_TASK_MIN", 0))
+    return f"{part}/{get('SLURM_ARRAY_TASK_COUNT', 1)}"
 
 
 def fail(problem):
@@ -222,9 +227,8 @@ def records_of(path, column):
     kind = match_name(path)["format"]
     if kind == "parquet":
         table = pyarrow.parquet.ParquetFile(path)
-        if column:
-            check_column(column, table.schema_arrow.names)
-        batches = table.iter_batches(1000, columns=[column] if column else None)
+        columns = [column] if column in table.schema_arrow.names else None
+        batches = table.iter_batches(1000, columns=columns)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
         return
     with open_decompressed(path) as file:
@@ -254,14 +258,12 @@ def rows_of(file, delimiter):
     csv.field_size_limit(2**31 - 1)
     # Accept bytes that are not UTF-8 here, because text_of() reports them with the line number.
     lines = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    names = next(rows, [])
-    for row in filter(None, rows):
-        if len(row) == len(names):
-            yield rows.line_num, dict(zip(names, row, strict=True))
-        else:
-            problem = f"has {len(row)} fields, but the header has {len(names)}"
-            yield rows.line_num, ValueError(f"{problem}; put quotes around each text")
+    rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    problem = "more or fewer fields than the header; put quotes around each text"
+    for row in rows:
+        # DictReader puts surplus fields under the key None, and the value None for missing fields.
+        has_all = None not in row and None not in row.values()
+        yield rows.line_num, row if has_all else ValueError(problem)
 
 
 def pydoc_records(column):
@@ -282,12 +284,6 @@ def letters_records(_):
         yield number, row | {"chosen": up, "rejected": down}
 
 
-def check_column(column, names):
-    """Raise an error that lists the existing columns `names` if `column` is not one of them."""
-    if column not in names:
-        raise ValueError(f"no column {column}; choose --text-column from: {', '.join(names)}")
-
-
 def row_of(record):
     """Return a record as a dictionary; raise ValueError if it is not a JSON object.
 
@@ -302,24 +298,23 @@ def row_of(record):
     return record
 
 
-def text_of(record, column):
-    """Return the text of a record; raise an error if the record has no text."""
-    record = row_of(record)
-    check_column(column, record)
-    text = record[column]
+def text_of(row, column):
+    """Return the text of a row; raise an error if the row has no text."""
+    if column not in row:
+        raise ValueError(f"no column {column}; choose --text-column from: {', '.join(row)}")
+    text = row[column]
     if isinstance(text, str):
         # Convert a lone surrogate to a byte, so that decode() rejects it below.
         text = text.encode(errors="surrogateescape")
     if not isinstance(text, bytes):
-        kind = "null" if text is None else type(text).__name__
-        raise ValueError(f"column {column} holds {kind} instead of text")
+        raise ValueError(f"column {column} holds {text!r:.80} instead of text")
     return text.decode()
 
 
 def sources_of(args):
     """Return one Source for each name if the names have weights, otherwise one Source of all names.
 
-    A Source with a weight repeats its documents; a Source without a weight is read once.
+    The share of a Source is its weight, divided by the sum of all weights.
     """
     weights = {}
     for word in args.sources:
@@ -329,91 +324,68 @@ def sources_of(args):
             fail(f"{name}: given twice; give each source once")
         weights[name] = float(weight or 0)
     if not any(weights.values()):
-        return [Source(args, 0, list(weights), 1.0, False)]
+        return [Source(0, " ".join(weights), 0, [*chain(*map(shards_of, weights))])]
     if missing := [name for name, weight in weights.items() if not weight]:
         fail(f"{missing[0]}: has no weight above 0; give each source a weight, or omit all weights")
-    total, items = sum(weights.values()), enumerate(weights.items())
-    return [Source(args, n, [name], weight / total, True) for n, (name, weight) in items]
+    total = sum(weights.values())
+    return [
+        Source(number, name, weight / total, shards_of(name))
+        for number, (name, weight) in enumerate(weights.items())
+    ]
 
 
-class Source:
-    """Read the documents of files, folders or datasets in a random order, in batches.
+def batches_of(args, source, state):
+    """Yield each batch of a source as (state, records); continue with the batch of `state`.
 
-    Up to OPEN_SHARDS shards are open at a time, and each document comes from a random open shard.
-    Each of n parts reads every n-th shard or, with fewer than n shards, every n-th document.
+    Each record is a tuple of the numbers of its shard and of its line, and the record. Up to
+    OPEN_SHARDS shards are open at a time, and each document comes from a random open shard. Each of
+    n parts reads every n-th shard or, with fewer than n shards, every n-th document.
+
+    The state before a batch has the number of the batch and of its pass over the documents, how
+    many shards have been opened in this pass, and the open shards as [shard, number of records that
+    earlier batches have read]. At the end of a source that does not repeat, yield an empty batch.
     """
+    part, parts = args.part
+    by_shard = len(source.shards) >= parts
+    numbers = range(len(source.shards))[part::parts] if by_shard else range(len(source.shards))
 
-    def __init__(self, args, number, names, weight, repeats):
-        self.args, self.number, self.name = args, number, " ".join(names)
-        self.weight, self.repeats = weight, repeats
-        self.shards = [shard for name in names for shard in shards_of(name)]
-        part, parts = args.part
-        self.by_shard = len(self.shards) >= parts
-        numbers = range(len(self.shards))
-        self.numbers = numbers[part::parts] if self.by_shard else numbers
-        self.load_state({"pass": 0, "batch": 0, "shards": 0, "open": []})
-
-    def load_state(self, state):
-        """Restore a result of state().
-
-        After that, next_batch() returns the same batches that it returned after state().
-        """
-        self.pass_number, self.batch = state["pass"], state["batch"]
-        self.num_opened = state["shards"]
-        self.readers = [[*reader, self.records_of(*reader)] for reader in state["open"]]
-
-    def records_of(self, number, used):
-        """Yield this part's records of a shard as (index, line, record).
-
-        Leave out the first `used` records of the shard, which earlier batches have used.
-        """
-        part, parts = self.args.part
+    def records_of_part(number, used):
+        """Yield (number of records read, record) for this part's records after the first `used`."""
         # Read all columns of conversations, because a conversation may need several columns.
-        column = self.args.text_column if self.args.kind == "text" else None
-        records = until_error(self.shards[number].read(column))
-        for index, (line, record) in enumerate(records):
-            if index >= used and (self.by_shard or index % parts == part):
-                yield index, line, record
+        column = args.text_column if args.kind == "text" else None
+        for index, (line, record) in enumerate(until_error(source.shards[number].read(column))):
+            if index >= used and (by_shard or index % parts == part):
+                yield index + 1, (number, line, record)
 
-    def state(self):
-        """Return a state that lets load_state() continue with the next batch."""
-        state = {"pass": self.pass_number, "batch": self.batch, "shards": self.num_opened}
-        return state | {"open": [[number, used] for number, used, _ in self.readers]}
-
-    def has_ended(self):
-        """Return whether all batches have been read; a source with a weight never ends."""
-        return self.pass_number > 0 and not self.repeats
-
-    def next_batch(self):
-        """Return the next batch of records, each with the numbers of its shard and its line."""
+    num_passes, batch, num_opened = state["pass"], state["batch"], state["shards"]
+    used = dict(state["open"])
+    readers = {number: records_of_part(number, used[number]) for number in used}
+    while source.share or not num_passes:
+        state = {"pass": num_passes, "batch": batch, "shards": num_opened, "open": [*used.items()]}
         # Derive the order of the shards from numbers, not from names, so that the order stays the
         # same if the folder is moved.
-        key = f"{self.args.seed} {self.number} {self.pass_number}"
-        order = list(self.numbers)
+        key, order = f"{args.seed} {source.number} {num_passes}", [*numbers]
         random.Random(key).shuffle(order)
-        choose, records = random.Random(f"{key} {self.batch}"), []
-        while len(records) < (BATCH if self.args.kind == "text" else PACKED_BATCH):
-            while len(self.readers) < OPEN_SHARDS and self.num_opened < len(order):
-                number = order[self.num_opened]
-                self.readers.append([number, 0, self.records_of(number, 0)])
-                self.num_opened += 1
-            if not self.readers:
+        choose, records = random.Random(f"{key} {batch}"), []
+        while len(records) < (BATCH if args.kind == "text" else PACKED_BATCH):
+            for number in order[num_opened : num_opened + OPEN_SHARDS - len(used)]:
+                used[number], readers[number] = 0, records_of_part(number, 0)
+                num_opened += 1
+            if not used:
                 break
-            reader = choose.choice(self.readers)
+            number = choose.choice([*used])
             try:
-                index, line, record = next(reader[2])
-                reader[1] = index + 1
+                used[number], record = next(readers[number])
+                records.append(record)
             except StopIteration:
-                self.readers.remove(reader)
-                continue
-            records.append((reader[0], line, record))
-        self.batch += 1
-        if not self.readers and self.num_opened == len(order):
-            if not records and self.batch == 1 and self.repeats:
-                problem = f"too few documents for {self.args.part[1]} parts"
-                fail(f"{self.name}: {problem}; start fewer parts")
-            self.pass_number, self.batch, self.num_opened = self.pass_number + 1, 0, 0
-        return records
+                del used[number], readers[number]
+        batch += 1
+        if not used and num_opened == len(order):
+            if not records and batch == 1 and source.share:
+                fail(f"{source.name}: too few documents for {parts} parts; start fewer parts")
+            num_passes, batch, num_opened = num_passes + 1, 0, 0
+        yield state, records
+    yield BEGINNING | {"pass": num_passes}, []
 
 
 def until_error(records):
@@ -449,11 +421,8 @@ def shards_of(name):
         if not files:
             endings = ", ".join(f".{ending}" for ending in FORMATS)
             fail(f"{name}: no file with documents; give {endings} files, compressed or not")
-        try:
-            with ThreadPoolExecutor() as pool:
-                return list(pool.map(shard_of, files))
-        except OSError as error:
-            fail(f"{name}: {reason_of(error)}; make all its files readable")
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(shard_of, files))
     # Import datasets only here, because each worker imports this file, and the import of datasets
     # takes seconds.
     import datasets
@@ -539,45 +508,37 @@ def tokenize(args, records):
     """Tokenize records, and return four values.
 
     The values are the joined tokens of all documents, the positions where the documents end, a list
-    with (shard, line, reason) for each record that cannot be used, and the counts of
-    tokenize_packed().
-    """
-    if args.kind != "text":
-        return tokenize_packed(args, records)
-    tokenizer, texts, problems = load_tokenizer(args.model_name), [], []
-    for shard, line, record in records:
-        try:
-            texts.append(text_of(record, args.text_column))
-        except Exception as error:
-            problems.append((shard, line, reason_of(error)))
-    # Split a control token, such as </s>, into ordinary tokens, because a text only quotes it.
-    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    ids = tokenizer(texts, **options)["input_ids"] if texts else []
-    documents = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in ids]
-    ends = list(accumulate(map(len, documents)))
-    return np.concatenate([np.zeros(0, dtype=np.int32), *documents]), ends, problems, {}
-
-
-# ---- conversations ---------------------------------------------------------------------------
-def tokenize_packed(args, records):
-    """Tokenize conversations or pairs, and pack them into samples.
-
-    Return the values that tokenize() returns, with each packed sample as a document.
+    with (shard, line, reason) for each record that cannot be used, and counts for the report. A
+    packed sample counts as a document.
     """
     tokenizer, units, problems, counts = load_tokenizer(args.model_name), [], [], Counter()
     for shard, line, record in records:
-        counts["read"] += 1
         try:
-            units += units_of(args, tokenizer, row_of(record), counts)
+            row = row_of(record)
+            if args.kind == "text":
+                units.append(text_of(row, args.text_column))
+            else:
+                units += units_of(args, tokenizer, row, counts)
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
-    samples = pack(args, tokenizer, units)
-    counts["samples"] = len(samples)
-    tokens = np.array(samples, dtype=np.int32).reshape(-1)
-    ends = list(range(args.seq_length, len(tokens) + 1, args.seq_length))
-    return tokens, ends, problems, counts
+    is_text = args.kind == "text"
+    documents = tokens_of_texts(tokenizer, units) if is_text else pack(args, tokenizer, units)
+    tokens = np.array([*chain(*documents)], dtype=np.int32)
+    if not is_text:
+        counts.update(read=len(records), samples=len(documents), tokens=sum(map(len, units)))
+        counts["answers"] = int(np.count_nonzero(tokens & CONTEXT == 0))
+    return tokens, [*accumulate(map(len, documents))], problems, counts
 
 
+def tokens_of_texts(tokenizer, texts):
+    """Return the tokens of each text, with an end-of-text token at the end."""
+    # Split a control token, such as </s>, into ordinary tokens, because a text only quotes it.
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    ids = tokenizer(texts, **options)["input_ids"] if texts else []
+    return [[*tokens, tokenizer.eos_token_id] for tokens in ids]
+
+
+# ---- conversations ---------------------------------------------------------------------------
 def units_of(args, tokenizer, row, counts):
     """Return a row's units, which packing must not split: a conversation's documents, or one pair.
 
@@ -601,8 +562,6 @@ def units_of(args, tokenizer, row, counts):
     units = [list(chain(*documents))] if is_pair else documents
     fitting = [unit for unit in units if len(unit) <= args.seq_length]
     counts["long"] += len(units) - len(fitting)
-    counts["tokens"] += sum(map(len, fitting))
-    counts["answers"] += sum(token & CONTEXT == 0 for unit in fitting for token in unit)
     return fitting
 
 
@@ -616,11 +575,9 @@ def control_tokens(tokenizer):
 def turns_of(args, row):
     """Return the turns of a row: from one column, or from the columns prompt and completion."""
     names = [args.text_column] if args.text_column else ["messages", "conversations"]
-    column = next((name for name in names if name in row), None)
-    if column:
-        turns = list(row[column] or [])
-        system = row.get("system")
-        return [{"role": "system", "content": system}, *turns] if system else turns
+    for name in names:
+        if name in row:
+            return [*as_turns(row.get("system") or [], "system"), *(row[name] or [])]
     if not {"prompt", "completion"} <= row.keys():
         problem = f"no column {' or '.join(names)}, and no prompt and completion"
         raise ValueError(f"{problem}; choose --text-column from: {', '.join(row)}")
@@ -799,55 +756,39 @@ def show_sample(args, tokenizer):
 class Stream:
     """Hand out the tokens of a source, which workers tokenize a few batches ahead."""
 
-    def __init__(self, source, state, pool):
-        self.source, self.pool, self.waiting = source, pool, deque()
+    def __init__(self, args, source, state, pool):
+        self.args, self.source = args, source
         self.num_tokens = self.num_bad = 0
-        # `batch_counts` holds the counts of tokenize_packed() for this batch, and `counts` holds
-        # the counts for all earlier batches.
-        self.batch_counts, self.counts = Counter(), Counter()
-        if state:
-            source.load_state(state["source"])
+        # `batch_counts` holds the counts of tokenize() for this batch, and `counts` holds the
+        # counts for all earlier batches.
+        self.counts, self.batch_counts = Counter(state.get("counts")), Counter()
+        self.batches = tokenized_batches(args, source, state.get("source", BEGINNING), pool)
         self.next_batch()
         self.num_tokens, self.used = state.get("tokens", 0), state.get("used", 0)
         self.num_bad = state.get("bad", self.num_bad)
-        self.counts = Counter(state.get("counts", self.counts))
 
     def state(self):
-        """Return the state of this stream; Source.load_state() needs its entry "source"."""
+        """Return the state of this stream; a new Stream continues there."""
         state = {"tokens": self.num_tokens, "bad": self.num_bad, "used": self.used}
         return state | {"counts": self.counts, "source": self.batch}
 
     def next_batch(self):
         """Move to the next batch that has documents, or to an empty batch at the source's end."""
-        source, args = self.source, self.source.args
-        self.counts.update(self.batch_counts)
-        # Reset what belongs to a batch: its tokens, the ends of its documents, its number of used
-        # tokens, and its counts.
-        self.tokens, self.ends, self.used, self.batch_counts = [], [], 0, Counter()
-        while not len(self.tokens):
-            try:
-                while len(self.waiting) < 2 * args.workers and not source.has_ended():
-                    state = source.state()
-                    result = self.pool.submit(tokenize, args, source.next_batch())
-                    self.waiting.append((state, result))
-                if not self.waiting:
-                    self.batch = source.state()
-                    self.counts.update(self.batch_counts)
-                    self.batch_counts = Counter()
-                    return
-                self.batch, result = self.waiting.popleft()
-                self.tokens, self.ends, problems, counts = result.result()
-            except BrokenProcessPool:
-                problem = "a worker was killed, perhaps for lack of memory"
-                fail(f"--workers {args.workers}: {problem}; choose a smaller number")
+        for state, result in self.batches:
+            self.counts.update(self.batch_counts)
+            # Set what belongs to a batch: its state, its number of used tokens, its tokens, the
+            # ends of its documents, and its counts.
+            self.batch, self.used = state, 0
+            self.tokens, self.ends, problems, self.batch_counts = result.result()
             for shard, line, reason in problems:
-                where = source.shards[shard].name + (f", line {line}" if line else "")
-                if not args.skip_bad:
+                where = self.source.shards[shard].name + (f", line {line}" if line else "")
+                if not self.args.skip_bad:
                     fail(f"{where}: {reason}; repair it, or pass --skip-bad to leave it out")
                 if not isinstance(line, int):
                     print(f"{where}: {reason}; the rest of this shard is left out")
             self.num_bad += len(problems)
-            self.batch_counts.update(counts)
+            if len(self.tokens):
+                return
 
     def take(self, most):
         """Return the remaining tokens of the current document, but at most `most` tokens."""
@@ -868,7 +809,17 @@ class Stream:
         share of `total`.
         """
         is_within_document = self.used > 0 and self.used not in self.ends
-        return is_within_document, self.source.weight * total - self.num_tokens
+        return is_within_document, self.source.share * total - self.num_tokens
+
+
+def tokenized_batches(args, source, state, pool):
+    """Yield (state, result) for each batch of a source; workers tokenize a few batches ahead."""
+    waiting = deque()
+    for before, records in batches_of(args, source, state):
+        waiting.append((before, pool.submit(tokenize, args, records)))
+        if len(waiting) == 2 * args.workers:
+            yield waiting.popleft()
+    yield from waiting
 
 
 # ---- pieces ----------------------------------------------------------------------------------
@@ -876,15 +827,13 @@ def write(path, data):
     """Write bytes to a file, which gets its name only once it is complete and on the disk."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         fail(f"{path}: {error}")
 
 
@@ -901,7 +850,7 @@ def describe(args, sources, tokenizer):
         "tokenizer": fingerprint_of(tokenizer),
         "parts": args.part[1],
         **{name: getattr(args, name) for name in ("piece", "seed", "text_column")},
-        "sources": {source.name: source.weight if source.repeats else None for source in sources},
+        "sources": {source.name: source.share or None for source in sources},
         "shards": hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16],
     }
 
@@ -924,9 +873,10 @@ def write_pieces(args, index, sources, pool):
     state = json.loads(state_path.read_text()) if state_path.exists() else {}
     start, number = time.monotonic(), state.get("pieces", 0)
     states = state.get("streams", [{}] * len(sources))
-    streams = [Stream(*pair, pool) for pair in zip(sources, states, strict=True)]
+    streams = [Stream(args, *pair, pool) for pair in zip(sources, states, strict=True)]
     total_before = sum(stream.num_tokens for stream in streams)
-    piece, filled, ended = np.empty(args.piece, dtype=index["dtype"]), 0, False
+    piece, filled = np.empty(args.piece, dtype=index["dtype"]), 0
+    ended = state.get("ended", False)
     while not ended:
         # If the pieces contain only the start of a document so far, continue this document.
         # Otherwise, use the source that is furthest behind its share of the tokens.
@@ -971,11 +921,9 @@ def report(args, streams):
             if counts["endless"]:
                 problem = "end without a control token, so the model does not learn to stop there"
                 print(f"{counts['endless']:,} answers {problem}")
-    paths = [args.output / f"part-{part}.json" for part in range(args.part[1])]
-    has_pieces = any(args.output.glob("*.tokens"))
-    if has_pieces and all(
-        path.exists() and json.loads(path.read_text())["ended"] for path in paths
-    ):
+    states = [json.loads(path.read_text()) for path in args.output.glob("part-*.json")]
+    num_ended, has_pieces = sum(it["ended"] for it in states), any(it["pieces"] for it in states)
+    if num_ended == args.part[1] and has_pieces:
         words = ["python", "01-single-gpu/train_llm.py", "-m", args.model_name, "-d", args.output]
         if args.kind != "text":
             words[:2] = ["torchrun", "--standalone", f"fine-tuning/{args.kind}/train_llm.py"]
@@ -996,15 +944,18 @@ def main():
         fail(f"--model-name {args.model_name}: {reason_of(error)}; choose a model with a tokenizer")
     if tokenizer.eos_token_id is None:
         fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token; define one")
+    args.output.mkdir(parents=True, exist_ok=True)
     index = describe(args, sources, tokenizer)
     write_index(args.output / "index.json", index)
-    with start_workers(args) as pool:
-        report(args, write_pieces(args, index, sources, pool))
+    try:
+        with start_workers(args) as pool:
+            report(args, write_pieces(args, index, sources, pool))
+    except BrokenProcessPool:
+        problem = "a worker was killed, perhaps for lack of memory"
+        fail(f"--workers {args.workers}: {problem}; choose a smaller number")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        # Exit with the status that a shell reports after Ctrl-C.
-        sys.exit(130)
+    # After Ctrl-C, exit with the status that a shell reports, and without a traceback.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    main()

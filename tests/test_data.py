@@ -1,7 +1,6 @@
 """Test that exactly one rank reads each sample of an epoch, and that datasets become samples."""
 
 import functools
-import json
 import random
 import shlex
 import shutil
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import ByT5Tokenizer
 
+from chats import write_rows
 from conftest import ROOT, SHORT, run_command, run_or_fail, user_error
 
 DEVICE = torch.device("cpu")
@@ -95,17 +95,19 @@ def test_seeds_are_mixed_not_added(chapter):
 
 # ---- a dataset of the hub --------------------------------------------------------------------
 @pytest.fixture
-def hub(chapter, monkeypatch):
-    """Return a function that builds samples from a local file as if it were a dataset on the hub.
+def hub(chapter, tmp_path, monkeypatch):
+    """Return a function that builds samples from texts as if they were a dataset on the hub.
 
-    The function's arguments are the path of the file, the name of its format, and changed flags.
+    The function's arguments are the texts and changed flags.
     """
     real = datasets.load_dataset
 
-    def build(path, reader="json", **changes):
+    def build(texts, **changes):
+        path = write_rows(tmp_path / "data.jsonl", [{"text": text} for text in texts])
+
         def load_dataset(name, subset, split, **options):
             assert (name, subset, split) == ("some/texts", None, "train")
-            return real(reader, data_files=str(path), split=split, **options)
+            return real("json", data_files=str(path), split=split, **options)
 
         monkeypatch.setattr(chapter.datasets, "load_dataset", load_dataset)
         args = {"dataset_name": "some/texts", "dataset_subset": None, "text_column": "text"}
@@ -115,23 +117,16 @@ def hub(chapter, monkeypatch):
     return build
 
 
-def write_rows(folder, rows):
-    """Write texts to a file as lines of JSON; return the file's path."""
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    return path
-
-
 def make_texts(count):
     """Return `count` random texts with fewer than 400 characters."""
     source = random.Random(0)
     return ["".join(source.choices("abcdefgh ", k=source.randrange(400))) for _ in range(count)]
 
 
-def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
+def test_samples_are_the_documents_joined_and_cut(hub):
     """Check that only an incomplete last sample is dropped, and that `<s>` in a text stays text."""
     rows = [*make_texts(2350), "<p>price <s>9</s></p>", "text " * 40]
-    samples, held_out = hub(write_rows(tmp_path, rows))
+    samples, held_out = hub(rows)
     [train] = samples.pieces
     stream = [byte + 3 if byte >= 0 else 1 for text in rows for byte in [*text.encode(), -1]]
     expected = stream[: len(stream) // 64 * 64]
@@ -146,9 +141,8 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("rows, changes, expected", UNUSABLE.values(), ids=UNUSABLE)
-def test_unusable_dataset_prints_one_line(hub, tmp_path, capsys, rows, changes, expected):
-    path = write_rows(tmp_path, ["a", *rows])
-    error = user_error(capsys, functools.partial(hub, path, **changes))
+def test_unusable_dataset_prints_one_line(hub, capsys, rows, changes, expected):
+    error = user_error(capsys, functools.partial(hub, ["a", *rows], **changes))
     assert error.splitlines()[-1].endswith(expected)
 
 
@@ -177,7 +171,7 @@ def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, tmp_path, monkeypatch):
+def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, monkeypatch):
     """Check that the process's own memory stays constant while it writes 10 MB of tokens."""
     sizes = []
 
@@ -187,6 +181,6 @@ def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, tmp_path,
         return np.array(*args, **options)
 
     monkeypatch.setattr(chapter, "np", SimpleNamespace(array=measure, int32=np.int32))
-    hub(write_rows(tmp_path, make_texts(12_000)))
+    hub(make_texts(12_000))
     assert len(sizes) == 12_000
     assert max(sizes[4000:]) - sizes[4000] < 4, (sizes[4000], max(sizes[4000:]))

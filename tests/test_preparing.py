@@ -21,6 +21,7 @@ from transformers import ByT5Tokenizer
 
 import preparing
 import recorded
+from chats import write_rows
 from conftest import (
     ROOT,
     SCRIPTS,
@@ -49,8 +50,7 @@ def write_shards(folder, num_shards, num_documents, seed=0):
         for number in range(num_documents):
             first, length = choose.randrange(len(LICENSE) - 90), choose.randrange(90)
             rows.append(f"{shard}-{number} {LICENSE[first : first + length]}")
-        text = "".join(json.dumps({"text": row}) + "\n" for row in rows)
-        (folder / f"{shard:02}.jsonl").write_text(text)
+        write_rows(folder / f"{shard:02}.jsonl", [{"text": row} for row in rows])
         documents += rows
     return documents
 
@@ -91,6 +91,10 @@ def test_weights_mix_sources_by_tokens(tmp_path):
     sizes = [sum(len(text) + 1 for text in texts if text in group) for group in (large, small)]
     assert abs(sizes[1] / sum(sizes) - 0.25) < 0.01
     assert large <= set(texts) and "small: " in output and " times" in output
+    # A finished folder stays as it is if the same command is started again.
+    before = contents(tmp_path / "o.tokens")
+    prepare(tmp_path / "o.tokens", *sources)
+    assert contents(tmp_path / "o.tokens") == before
 
 
 def parquet_of(rows):
@@ -131,14 +135,11 @@ def test_all_formats_have_the_same_documents(tmp_path, name):
 
 BAD = {
     "empty.jsonl": (b"", "empty.jsonl: it has no documents"),
-    "cut.jsonl.gz": (gzip.compress(b'{"text": "x"}\n' * 999)[:-30], "cut.jsonl.gz: "),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), "latin1.jsonl, line 1: Unicode"),
     "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: no column text; choose"),
-    "null.jsonl": (b'{"text": ""}\n{"text": null}\n', "line 2: column text holds null instead"),
-    "null.parquet": (parquet_of([{"text": "a"}, {"text": None}]), "null.parquet, line 2: "),
+    "null.parquet": (parquet_of([{"text": ""}, {"text": None}]), "line 2: column text holds None"),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
-    "commas.csv": (b"text\na, b\nc\n", "commas.csv, line 2: has 2 fields, but the header has 1"),
-    "open.csv": (b'text\na\n"b\nc\n', "open.csv, line 3 or later: Error: unexpected end of data"),
+    "commas.csv": (b"text\na, b\nc\n", "commas.csv, line 2: more or fewer fields than the header"),
     "header.csv": (b"a,b\n1,2\n", "line 2: no column text; choose --text-column from: a, b; "),
     "torn.jsonl": (b'{"text": "a"}\n{"text": "b', "torn.jsonl, line 2: JSONDecodeError"),
 }
@@ -389,9 +390,6 @@ def test_folder_of_a_different_tokenizer_is_refused(tmp_path, load, capsys):
     prepare(tmp_path / "o.tokens", tmp_path / "text.txt")
     fingerprint = preparing.MODULE.fingerprint_of(ByT5Tokenizer())
     change_file(tmp_path / "o.tokens/index.json", fingerprint, "0" * 16)
-    for name, expected in (
-        ("o.tokens", "was prepared with a different tokenizer"),
-        ("none.tokens", "write it with preparing-data/prepare.py"),
-    ):
-        args = Namespace(dataset_name=str(tmp_path / name), seq_length=64, eval_samples=5, seed=0)
-        assert expected in user_error(capsys, load("01").build_data, args, ByT5Tokenizer())
+    args = Namespace(dataset_name=str(tmp_path / "o.tokens"), seq_length=64)
+    error = user_error(capsys, load("01").build_data, args, ByT5Tokenizer())
+    assert "was prepared with a different tokenizer" in error

@@ -161,35 +161,27 @@ def write_rows(path, rows):
 
 
 def prepare_rows(folder, rows, *flags):
-    """Tokenize conversations or pairs of answers with prepare.py; return the folder of tokens."""
+    """Tokenize conversations or pairs of answers with prepare.py; return the folder of tokens.
+
+    If an earlier call has already tokenized these rows, prepare.py does not tokenize them again.
+    """
+    folder.mkdir(exist_ok=True)
     tokens = folder / "rows.tokens"
     preparing.prepare(tokens, write_rows(folder / "rows.jsonl", rows), *flags)
     return tokens
 
 
 def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
-    """Tokenize `number` conversations; return the folder of tokens.
-
-    If an earlier test has already tokenized these conversations, do not tokenize them again.
-    """
+    """Tokenize `number` conversations; return the folder of tokens."""
     folder = folder / f"{number}-{seq_length}-{Path(model).name}"
-    if not folder.exists():
-        folder.mkdir()
-        rows = [{"messages": turns} for turns in conversations(number)]
-        prepare_rows(folder, rows, "--conversations", "-m", model, "-s", seq_length)
-    return folder / "rows.tokens"
+    rows = [{"messages": turns} for turns in conversations(number)]
+    return prepare_rows(folder, rows, "--conversations", "-m", model, "-s", seq_length)
 
 
 def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
-    """Tokenize `number` pairs of answers; return the folder of tokens.
-
-    If an earlier test has already tokenized these pairs, do not tokenize them again.
-    """
+    """Tokenize `number` pairs of answers; return the folder of tokens."""
     folder = folder / f"pairs-{number}-{seq_length}-{Path(model).name}"
-    if not folder.exists():
-        folder.mkdir()
-        prepare_rows(folder, pairs(number), "--preferences", "-m", model, "-s", seq_length)
-    return folder / "rows.tokens"
+    return prepare_rows(folder, pairs(number), "--preferences", "-m", model, "-s", seq_length)
 
 
 def pairs(number=24):
