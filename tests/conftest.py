@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import functools
-import json
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ import pytest
 from chapters import ROOT, chapters
 from cluster.cluster import Cluster, missing_requirement
 from fork_server import Server, current_environment
+from plot import rows_of
 
 SCRIPTS = chapters()
 # Only test_frameworks.py tests these chapters, because their frameworks may not be installed.
@@ -63,15 +63,10 @@ def pytest_configure():
 
 # The tests of these files take longest. They start first, so that all workers finish at about the
 # same time.
-LONGEST = [
-    "test_on_cluster",
-    "test_dry_run",
-    "test_layouts",
-    "test_resume",
-    "test_launchers",
-    "test_frameworks",
-]
-LONGEST += ["test_published_files", "test_kill", "test_faults", "test_readme"]
+LONGEST = """
+    test_on_cluster test_dry_run test_layouts test_resume test_launchers test_frameworks
+    test_published_files test_kill test_faults test_readme
+""".split()
 # The tests in these files share no slow fixture, so any worker may run any of these tests.
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
@@ -297,10 +292,7 @@ def metrics(run_dir):
 
     Skip incomplete rows, which a run writes if the disk is full.
     """
-    rows = []
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+    rows = rows_of(run_dir / "metrics.jsonl")
     return {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
 
 
@@ -375,32 +367,30 @@ def browser():
 
 @pytest.fixture(scope="session")
 def load():
-    """Return a function that imports a chapter's script as a module."""
+    """Return a function that imports the script of a chapter, or another script, as a module."""
     import harness
 
     def load(chapter):
         # Undo changes that libraries make to the environment, because run_jobs() can fork only if
         # the environment is unchanged.
         with mock.patch.dict(os.environ):
-            return harness.load(SCRIPTS[chapter])
+            return harness.load(SCRIPTS.get(chapter, chapter))
 
     return load
 
 
 @pytest.fixture(autouse=True)
-def keep_transformers(monkeypatch):
+def keep_transformers():
     """Undo a script's changes to transformers after each test.
 
     Other tests need the original functions.
     """
-    from transformers import masking_utils
-    from transformers.integrations import sdpa_attention
+    from transformers import masking_utils as masks
+    from transformers.integrations import sdpa_attention as sdpa
 
-    for module, name in [
-        (masking_utils, "find_packed_sequence_indices"),
-        (sdpa_attention, "use_gqa_in_sdpa"),
-    ]:
-        monkeypatch.setattr(module, name, getattr(module, name))
+    originals = masks.find_packed_sequence_indices, sdpa.use_gqa_in_sdpa
+    yield
+    masks.find_packed_sequence_indices, sdpa.use_gqa_in_sdpa = originals
 
 
 @pytest.fixture(scope="session")
@@ -487,9 +477,6 @@ def save_models(root, sizes, key_value_heads):
     from families import fast_byte_tokenizer
 
     ids = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
-    gpt2 = ids | {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_hidden_layers"]}
-    gpt2 |= {"n_head": sizes["num_attention_heads"]}
-    gpt2 |= {"n_positions": sizes["max_position_embeddings"]}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     full = ids | sizes
     grouped = full | {"num_key_value_heads": key_value_heads, "head_dim": 16}
@@ -505,8 +492,8 @@ def save_models(root, sizes, key_value_heads):
         "llama": transformers.LlamaConfig(**grouped),
         # The size of this vocabulary is odd, so it is not divisible by two or four ranks.
         "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
-        "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
-        "gpt2-dropout": transformers.GPT2Config(**gpt2),
+        "gpt2": transformers.GPT2Config(**full, **no_dropout),
+        "gpt2-dropout": transformers.GPT2Config(**full),
         "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
         "mistral": transformers.MistralConfig(**grouped),
         "mixtral": transformers.MixtralConfig(**grouped, num_local_experts=4),

@@ -11,16 +11,9 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import normalizers
 from torch.nn.attention import flex_attention as flex
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ByT5Tokenizer,
-    PreTrainedTokenizerFast,
-    masking_utils,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -40,7 +33,7 @@ from chats import (
     write_rows,
     write_tokens,
 )
-from conftest import ROOT, SCRIPTS, curves_of, disagreement, run_command, user_error
+from conftest import ROOT, SCRIPTS, change_file, curves_of, disagreement, run_command, user_error
 from families import ARGS, LONG_ROPE, OWN_SETTINGS, fast_byte_tokenizer, shrink
 from marks import slow
 from preparing import MODULE
@@ -67,12 +60,11 @@ def tokens_of(tokenizer, document):
     return ((tokens[0][0], False), *tokens[1:])
 
 
-WINDOW = {"mistral": ["--config", "sliding_window=24"]}
 CASES = [("llama", "llama2", 1, "sdpa"), ("mistral", "qwen3", 8, "sdpa")]
 CASES += [slow("gpt2", "phi3", 2, "sdpa"), slow("gemma3-window", "llama3", 1, "sdpa")]
 CASES += [slow("llama", "built-in", 2, "sdpa"), slow("qwen3", "chatml", 8, "sdpa")]
-CASES += [("mistral", "llama2", 2, "flex_attention")]
-CASES += [slow("gemma3-window", "llama3", 1, "flex_attention")]
+# Gemma 3 has both kinds of layers: with a sliding window, and without one.
+CASES += [slow("gemma3-window", "llama3", 2, "flex_attention")]
 
 
 @pytest.fixture
@@ -90,7 +82,8 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
     if TEMPLATES[template]:
         (folder / "chat_template.jinja").write_text(TEMPLATES[template])
     words = ["-m", folder, "-d", prepare_conversations(tmp_path, model=folder)]
-    words += ["-b", batch_size, *WINDOW.get(family, []), "--attention", attention]
+    words += ["-b", batch_size, "--attention", attention]
+    words += ["--config", "sliding_window=24"] * (family == "mistral")
     args, model, train_set, held_out = prepare(chapter, *words)
     assert model.config._attn_implementation == attention
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -117,54 +110,29 @@ def distances_from_plain(chapter, args, model, train_set):
     return distances(chapter, args, model, train_set, loss.item(), gradients)
 
 
-def read_each_other(chapter):
-    """Let the tokens of a sample attend to earlier documents, not only to their own document."""
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-
-
-def learn_context(chapter):
-    """Compute the loss on all tokens, not only on the answers."""
-    inputs_of = chapter.inputs_of
-
-    def inputs(batch):
-        ids, _, inputs = inputs_of(batch)
-        return ids, ids, inputs
-
-    chapter.inputs_of = inputs
-
-
-def start_at_one(chapter):
-    """Let the positions of each document start at 1 instead of 0."""
-    inputs_of = chapter.inputs_of
-
-    def inputs(batch):
-        ids, labels, inputs = inputs_of(batch)
-        return ids, labels, {"position_ids": (inputs["position_ids"] + 1).clamp(max=255)}
-
-    chapter.inputs_of = inputs
-
-
-def mean_of_means(chapter):
-    """Give each micro-batch the same weight, whatever its number of answer tokens."""
-    loss_of = chapter.loss_of
-
-    def mean(args, model, batch):
-        share = model.num_targets / chapter.count_answers(batch) / args.accumulation
-        return loss_of(args, model, batch) * share
-
-    chapter.loss_of = mean
-
-
-CONTROLS = [read_each_other, learn_context, start_at_one, mean_of_means]
+# Each of these mistakes replaces a text of the script.
+WRONG_STEPS = {
+    "documents read each other": (
+        "find_packed_sequence_indices = number_documents",
+        "find_packed_sequence_indices = lambda position_ids: None",
+    ),
+    "context is learned": ("labels = ids.where(batch & CONTEXT == 0, -100)", "labels = ids"),
+    "positions start at 1": ("positions - starts}", "positions - starts + 1}"),
+    "micro-batches have equal weights": (
+        "loss_function(hidden, labels) / model.num_targets",
+        "loss_function(hidden, labels) / count_answers(batch) / args.accumulation",
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("control", CONTROLS)
-def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
+@pytest.mark.parametrize("mistake", WRONG_STEPS)
+def test_comparison_finds_a_mistake(load, one_rank_group, layout_models, tmp_path, mistake):
+    script = SCRIPTS["conversations"]
+    chapter = load(change_file(script, *WRONG_STEPS[mistake], copy=tmp_path / "changed.py"))
     model_dir = layout_models / "gpt2"
     words = ["-m", model_dir, "-d", prepare_conversations(tmp_path, model=model_dir), "-b", 1]
     args, model, train_set, _ = prepare(chapter, *words)
-    control(chapter)
     assert distances_from_plain(chapter, args, model, train_set)[1] > 0.01
 
 
@@ -264,16 +232,7 @@ def say(role, content, **more):
 ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
-def marked(folder, rows, *flags):
-    """Prepare rows for the tiny model; return the text of each document that has an answer.
-
-    In this text, each answer is between » and «.
-    """
-    tokens = prepare_rows(folder, rows, "--conversations", "-s", 512, *flags)
-    return texts_of(ByT5Tokenizer(), tokens, 512)
-
-
-def texts_of(tokenizer, tokens, seq_length):
+def texts_of(tokenizer, tokens):
     """Return the text of each document in a folder of tokens, but only if it has an answer.
 
     In this text, each answer is between » and «.
@@ -321,10 +280,17 @@ def test_mistake_in_a_conversation_is_reported_or_left_out(tmp_path, turns, expe
     assert "1 bad documents left out" in output and "3 rows are packed into 1 samples" in output
 
 
+def save_tokenizer(folder, template, tokenizer=None):
+    """Save a tokenizer, by default of bytes, with a chat template; return the folder."""
+    tokenizer = tokenizer or fast_byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def test_template_that_changes_the_prompt_is_refused(tmp_path):
-    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
     template = "{{ '<' if add_generation_prompt else messages[-1].content }}"
-    (model / "chat_template.jinja").write_text(template)
+    model = save_tokenizer(tmp_path / "model", template)
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [ASK, ANSWER]}])
     words = path, "--conversations", "-m", model
     output = preparing.prepare(tmp_path / "a.tokens", *words, status=2)
@@ -335,8 +301,7 @@ def test_answers_without_a_control_token_at_their_end_are_counted(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"messages": TURNS}])
     output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations")
     assert "end without a control token" not in output
-    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
-    (model / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    model = save_tokenizer(tmp_path / "model", TEMPLATES["qwen3"])
     output = preparing.prepare(tmp_path / "b.tokens", path, "--conversations", "-m", model)
     assert "2 answers end without a control token" in output
 
@@ -352,11 +317,6 @@ def test_weights_mix_conversations_and_count_only_what_is_written(tmp_path):
     counted = re.findall(r"packed into ([\d,]+) samples", output)
     assert 0 < sum(int(number.replace(",", "")) for number in counted) <= written
     assert "small.jsonl: " in output and " times" in output
-
-
-def save_tokenizer(folder, tokenizer):
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def test_long_conversations_and_control_tokens_are_left_out(tmp_path):
@@ -396,7 +356,8 @@ EQUAL = {
 
 @pytest.mark.parametrize("rows", EQUAL.values(), ids=EQUAL)
 def test_formats_of_conversations_give_the_same_tokens(tmp_path, rows):
-    first, *others = marked(tmp_path, rows)
+    tokens = prepare_rows(tmp_path, rows, "--conversations", "-s", 512)
+    first, *others = texts_of(ByT5Tokenizer(), tokens)
     assert len(others) == len(rows) - 1 and set(others) == {first}
     assert first.count("»") == (2 if rows in (EQUAL["turns"], EQUAL["system"]) else 1)
 
@@ -428,17 +389,15 @@ def call_rows():
 
 
 def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
-    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
-    (model / "chat_template.jinja").write_text(TOOLS)
-    tokens = prepare_rows(tmp_path, call_rows(), "--conversations", "-s", 512, "-m", model)
-    table = tmp_path / "a.parquet"
+    words = "--conversations", "-s", 512, "-m", save_tokenizer(tmp_path / "model", TOOLS)
+    tokens = prepare_rows(tmp_path, call_rows(), *words)
     # Test a Parquet table, too: there, each call has the keys of all calls, with null for missing
     # values.
+    table = tmp_path / "a.parquet"
     pq.write_table(pyarrow.Table.from_pylist(call_rows()[:2]), table)
-    words = "--conversations", "-s", 512, "-m", model
     preparing.prepare(tmp_path / "a.tokens", table, *words)
-    found = texts_of(AutoTokenizer.from_pretrained(model), tokens, 512)
-    found += texts_of(AutoTokenizer.from_pretrained(model), tmp_path / "a.tokens", 512)
+    found = texts_of(fast_byte_tokenizer(), tokens)
+    found += texts_of(fast_byte_tokenizer(), tmp_path / "a.tokens")
     call = '{"name": "find", "arguments": {"word": "a"}}'
     expected = f"<user>Why?<end>\n<assistant>»<call>{call}<end>«\n"
     expected += "<tool>b<end>\n<assistant>»Because.<end>«"
@@ -446,25 +405,15 @@ def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
     assert {text.partition("\n")[0] for text in found} == {json.dumps(TOOL)}
 
 
-def spaced_tokenizer():
-    """Return a tokenizer that puts a space before each text, as Llama 2 does."""
-    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
-    tokenizer.normalizer = normalizers.Prepend(" ")
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-
-
 def test_answer_does_not_begin_with_the_space_that_a_tokenizer_adds(tmp_path):
-    tokenizer = spaced_tokenizer()
-    model = save_tokenizer(tmp_path / "model", tokenizer)
-    (model / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    tokenizer = fast_byte_tokenizer()
+    # Put a space before each text, as the tokenizer of Llama 2 does.
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    model = save_tokenizer(tmp_path / "model", TEMPLATES["qwen3"], tokenizer)
     tokens = prepare_rows(tmp_path, [{"messages": TURNS}], "--conversations", "-m", model)
-    (text,) = texts_of(tokenizer, tokens, 256)
+    [text] = texts_of(tokenizer, tokens)
     assert "assistant\n»Because.<|im_end|>«" in text
     ids = np.fromfile(tokens / "000000.tokens", np.int32)
-    tokenizer.chat_template = TEMPLATES["qwen3"]
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False).rstrip()
     expected = tokenizer(expected, add_special_tokens=False)["input_ids"]
     assert [token & (CONTEXT - 1) for token in ids.tolist()[: len(expected)]] == expected
@@ -472,19 +421,24 @@ def test_answer_does_not_begin_with_the_space_that_a_tokenizer_adds(tmp_path):
 
 # ---- the same on chapters 08 and 09 ------------------------------------------------------------
 PATCH = ROOT / "fine-tuning/conversations/parallelism.patch"
-PARALLEL = {
-    "tensor": ["--tensor-parallel-size", 2],
-    "gather": ["--context-parallel-size", 2],
-    "ulysses": ["--context-parallel-size", 2, "--context-parallel-style", "ulysses"],
-    "pipeline": ["--pipeline-parallel-size", 2],
-    "interleaved": ["--pipeline-parallel-size", 2, "--pipeline-schedule", "interleaved-1f1b"],
+CP2, PP2 = ["--context-parallel-size", 2], ["--pipeline-parallel-size", 2]
+EP2 = ["--expert-parallel-size", 2]
+# By chapter, each layout has a number of ranks and a list of flags.
+LAYOUTS = {
+    "08": {
+        "tensor": (2, ["--tensor-parallel-size", 2]),
+        "gather": (2, CP2),
+        "ulysses": (2, [*CP2, "--context-parallel-style", "ulysses"]),
+        "pipeline": (2, PP2),
+        "interleaved": (2, [*PP2, "--pipeline-schedule", "interleaved-1f1b"]),
+    },
+    "09": {
+        "experts": (2, EP2),
+        "experts and gather": (2, [*EP2, *CP2]),
+        # Each of the two stages needs two ranks to split its experts.
+        "experts and pipeline": (4, [*EP2, *PP2]),
+    },
 }
-EXPERTS = {
-    "experts": ["--expert-parallel-size", 2],
-    "experts and gather": ["--expert-parallel-size", 2, *PARALLEL["gather"]],
-    "experts and pipeline": ["--expert-parallel-size", 2, *PARALLEL["pipeline"]],
-}
-FOUR_RANKS = {"experts and pipeline"}
 
 
 def merged(chapter, folder):
@@ -507,21 +461,15 @@ def test_merged_into_a_later_chapter_the_curve_stays_the_same(layout_models, tmp
     script = merged(chapter, tmp_path)
     args = ["-m", model, "-d", prepare_conversations(tmp_path, 100, model, 128), "-s", 128]
     args += ["-b", 2, "--lr", 0.001]
-    flags = PARALLEL if chapter == "08" else EXPERTS
-    jobs = {name: (script, [*args, *flags[name]]) for name in flags}
-    # Run jobs that combine a pipeline and split experts on four ranks, because each of the two
-    # stages needs two ranks to split its experts.
-    on_four = {name: jobs.pop(name) for name in FOUR_RANKS & jobs.keys()}
-    runs = {1: {"one": ("conversations", args)}, 2: jobs, 4: on_four}
-    curves = curves_of(tmp_path, {ranks: group for ranks, group in runs.items() if group})
-    jobs |= on_four
-    apart = {name: disagreement(curves["one"], curves[name]) for name in jobs}
-    assert apart == {name: {} for name in jobs}
+    runs = {1: {"one": ("conversations", args)}}
+    for name, (ranks, flags) in LAYOUTS[chapter].items():
+        runs.setdefault(ranks, {})[name] = (script, [*args, *flags])
+    curves = curves_of(tmp_path, runs)
+    for name in LAYOUTS[chapter]:
+        assert disagreement(curves["one"], curves[name]) == {}, name
 
 
 @pytest.mark.parametrize("chapter", ["08", "09"])
 def test_merged_script_has_all_names_of_conversations(load, tmp_path, chapter):
-    import harness
-
-    own, found = load("conversations"), harness.load(merged(chapter, tmp_path))
+    own, found = load("conversations"), load(merged(chapter, tmp_path))
     assert {name for name in vars(own) if not name.startswith("_")} <= vars(found).keys()

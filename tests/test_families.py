@@ -7,6 +7,7 @@ chapters whose results are missing in the file RESULTS.
 import argparse
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -157,10 +158,10 @@ AUTOCAST += [exhaustive("02", "bf16"), exhaustive("diagnosing-errors", "bf16")]
 
 @pytest.mark.parametrize(("chapter", "precision"), AUTOCAST)
 def test_autocast_computes_experts_in_its_precision(models, tmp_path, chapter, precision):
-    cases = {precision: ["-m", models / "mixtral", "--device", "cpu", "--precision", precision]}
-    cases[precision] += ["-s", 16, "--save-dir", tmp_path]
+    words = ["-m", models / "mixtral", "--device", "cpu", "--precision", precision]
+    cases = {"words": [*words, "-s", 16, "--save-dir", tmp_path]}
     types = call_on_ranks(1, "expert_types.py", cases, tmp_path / "types", SCRIPTS[chapter])
-    assert types == {precision: [{"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]]}
+    assert types == [{"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]]
 
 
 def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
@@ -189,18 +190,15 @@ def published_chapters(family):
 
 def pytest_generate_tests(metafunc):
     """Choose the families to train: a few or, with --record, all that lack published results."""
-    if "packed_family" in metafunc.fixturenames:
-        rows = [row for row in published()["rows"] if row["chapter"] == PACKED]
-        known = {row["family"] for row in rows} | published()["left_out"].keys()
-        missing = [family for family in VARIED_FAMILIES if family not in known]
-        is_recording = metafunc.config.getoption("--record")
-        metafunc.parametrize("packed_family", missing if is_recording else [*SAMPLE, "bloom"])
-    if "family" in metafunc.fixturenames:
-        candidates = [name for name in VARIED_FAMILIES if name not in published()["left_out"]]
-        missing = [name for name in candidates if {*CHAPTERS} - published_chapters(name)]
-        is_recording = metafunc.config.getoption("--record")
-        families = [*SAMPLE, *map(exhaustive, RARE)]
-        metafunc.parametrize("family", missing if is_recording else families)
+    is_recording = metafunc.config.getoption("--record")
+    for argument, chapters, families in (
+        ("family", {*CHAPTERS}, [*SAMPLE, *map(exhaustive, RARE)]),
+        ("packed_family", {PACKED}, [*SAMPLE, "bloom"]),
+    ):
+        if argument in metafunc.fixturenames:
+            candidates = [name for name in VARIED_FAMILIES if name not in published()["left_out"]]
+            missing = [name for name in candidates if chapters - published_chapters(name)]
+            metafunc.parametrize(argument, missing if is_recording else families)
 
 
 @pytest.fixture
@@ -297,15 +295,6 @@ def test_family_follows_chapter_01_or_is_refused(
 LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 
-class RefusedError(Exception):
-    """Report that the script has refused a model."""
-
-
-def refuse(message):
-    """Raise RefusedError with the message that the script would print."""
-    raise RefusedError(message)
-
-
 def packed_samples(chapter):
     """Return samples of random tokens, which LENGTHS divides into documents."""
     samples = torch.randint(3, 259, (len(LENGTHS), 32), generator=torch.Generator().manual_seed(0))
@@ -317,7 +306,7 @@ def packed_samples(chapter):
 def distance_from_documents_alone(chapter, folder):
     """Return the largest relative distance between a weight's gradients with and without packing.
 
-    Raise RefusedError if the script refuses to pack documents for this model.
+    Raise SystemExit if the script refuses to pack documents for this model.
     """
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "accumulation": 2, "skip_steps": 0}
     sizes |= {"config": [], "model_name": str(folder), "seq_length": 32}
@@ -331,7 +320,7 @@ def distance_from_documents_alone(chapter, folder):
     loss.backward()
     if not loss.isfinite():
         # Refuse the model, because the script would fail at its first log line.
-        refuse("a gradient in steps 1 to 1 was not finite; lower --lr")
+        sys.exit("a gradient in steps 1 to 1 was not finite; lower --lr")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}
     # Ignore gradients that are much smaller than the largest gradient, because float32 makes them
@@ -353,12 +342,13 @@ def test_family_packs_with_the_gradients_of_documents_alone_or_is_refused(
     except ValueError as reason:
         pytest.skip(f"{packed_family}: {reason}")
     chapter, row = load(PACKED), {"family": packed_family, "chapter": PACKED}
-    monkeypatch.setattr(chapter, "fail", refuse)
+    # Let a refusal raise SystemExit with its message.
+    monkeypatch.setattr(chapter, "fail", sys.exit)
     try:
         apart = distance_from_documents_alone(chapter, tmp_path / packed_family)
         assert apart <= 1e-4
         row |= {"verdict": "equal"}
-    except RefusedError as reason:
+    except SystemExit as reason:
         row |= {"verdict": "refused", "refused": str(reason).replace(f"{tmp_path}/", "")}
     publish({"rows": [*published()["rows"], row]})
     assert row["verdict"] == next(

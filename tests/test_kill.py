@@ -41,12 +41,11 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     return newest
 
 
-CASES = [("01", 1), slow("05", 2), slow("muon", 1)]
+CASES = [("01", 1), slow("05", 2), slow("muon", 1), slow("float8", 1)]
 CASES += [
     exhaustive(chapter, 4)
     for chapter in ("03", "04", *SPLIT, "conversations", "lora", "preferences")
 ]
-CASES += [slow("float8", 1)]
 # Kill these chapters most often: chapter 02 saves one file, chapter 05 saves shards, and every
 # other chapter saves in one of these two ways.
 CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]

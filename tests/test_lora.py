@@ -1,6 +1,5 @@
 """Test that LoRA has the gradients of peft, and writes adapters that peft can load."""
 
-import functools
 import json
 from argparse import Namespace
 
@@ -32,7 +31,9 @@ WHY = "peft is not installed; run make extras"
 
 
 @pytest.fixture
-def chapter(load, one_rank_group):
+def chapter(load, one_rank_group, monkeypatch):
+    # Let monkeypatch restore this variable, which read_weights() sets for the entire process.
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     return load("lora")
 
 
@@ -54,6 +55,13 @@ def run_dir(base, tmp_path_factory):
     return root / "run"
 
 
+@pytest.fixture
+def words(layout_models, tmp_path):
+    """Return flags that train a small Llama on conversations."""
+    model = layout_models / "llama"
+    return ["-m", model, "-d", prepare_conversations(tmp_path, model=model)]
+
+
 def randomize_adapters(model, std=0.05):
     for weight in model.parameters():
         if weight.requires_grad:
@@ -68,11 +76,9 @@ def own_name(name):
     return name.replace(".default", "")
 
 
-def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
+def test_gradients_are_those_of_peft(chapter, words):
     """Compare the adapters' gradients with the gradients in peft, one conversation at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
-    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
-    words = ["-m", layout_models / "llama", "-d", tokens]
     args, model, train_set, _ = prepare(chapter, *words, "--lora-rank", RANK)
     randomize_adapters(model)
     settings = {"lora_alpha": args.lora_alpha, "target_modules": args.lora_modules}
@@ -92,9 +98,7 @@ def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
     assert max(apart) < 1e-5
 
 
-def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, tmp_path):
-    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
-    words = ["-m", layout_models / "llama", "-d", tokens]
+def test_adapters_change_no_loss_before_the_first_step(chapter, words):
     args, model, train_set, held_out = prepare(chapter, *words)
     plain, device = plain_model(model), torch.device("cpu")
     with torch.no_grad():
@@ -120,14 +124,6 @@ KINDS = {
     "qwen3_moe": {"mlp_only_layers": [0]},
     "flint": {},
 }
-
-
-@pytest.fixture
-def load_base(chapter, monkeypatch):
-    """Return a function that saves a small model, and reads it into a model with adapters."""
-    # Let monkeypatch restore this variable, which read_weights() sets for the entire process.
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    return functools.partial(base_with_adapters, chapter)
 
 
 def base_with_adapters(chapter, folder, kind, precision):
@@ -173,8 +169,8 @@ IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
 
 
 @pytest.mark.parametrize("kind", IN_FP32)
-def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp_path, kind):
-    _, model = load_base(tmp_path, kind, "bf16")
+def test_frozen_weights_are_those_that_transformers_reads_in_bf16(chapter, tmp_path, kind):
+    _, model = base_with_adapters(chapter, tmp_path, kind, "bf16")
     other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     weights = model.state_dict()
     for name, expected in other.state_dict().items():
@@ -192,9 +188,9 @@ IN_PEFT += map(slow, ("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qw
 
 
 @pytest.mark.parametrize("kind", IN_PEFT)
-def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kind):
+def test_adapters_give_the_same_logits_in_peft(chapter, tmp_path, kind):
     peft = pytest.importorskip("peft", reason=WHY)
-    args, model = load_base(tmp_path / "base", kind, "fp32")
+    args, model = base_with_adapters(chapter, tmp_path / "base", kind, "fp32")
     randomize_adapters(model, std=0.1)
     chapter.export_adapters(args, tmp_path, model)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -266,15 +262,13 @@ def test_resume_with_a_different_rank_is_refused(chapter, capsys, run_dir):
 
 @pytest.mark.parametrize("tool", [evaluate, export])
 def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
-    chapter, layout_models, tmp_path, monkeypatch, capsys, tool
+    chapter, words, tmp_path, monkeypatch, capsys, tool
 ):
-    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
-    words = ["-m", layout_models / "llama", "-d", tokens]
     args, model, *_ = prepare(chapter, *words)
     chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
     checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__
-    words = [checkpoint] + [tmp_path / "new"] * (tool is export)
-    monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
+    paths = [checkpoint] + [tmp_path / "new"] * (tool is export)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, paths)])
     # Discard the output up to here, because prepare() may have printed a progress bar.
     capsys.readouterr()
     [line] = user_error(capsys, tool.main).splitlines()

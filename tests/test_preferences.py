@@ -24,9 +24,10 @@ from chats import (
     split_documents,
     write_rows,
 )
-from conftest import SCRIPTS, SHORT, metrics, run_command, run_or_fail, user_error
+from conftest import SCRIPTS, SHORT, change_file, metrics, run_command, run_or_fail, user_error
 from families import make_hub_folder
 from marks import slow
+from runs import copy_run
 
 CPU = torch.device("cpu")
 
@@ -71,11 +72,10 @@ def documents_of(chapter, args, train_set, step):
     return split_documents(chapter, samples)
 
 
-def apart_in_step_2(chapter, folder, change=None, *words):
+def apart_in_step_2(chapter, folder, *words):
     """Compare step 2 with plain_step(); return the differences of the metrics and the gradients.
 
     Both differences are relative. Step 1 cannot show a mistake, because its loss is always ln 2.
-    `change` may change the script after step 1.
     """
     args, model, train_set, held_out = prepare(chapter, "--lr", 0.01, *words)
     reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
@@ -84,8 +84,6 @@ def apart_in_step_2(chapter, folder, change=None, *words):
     assert loss[0].item() == pytest.approx(0.693147, abs=1e-6)
     plain = plain_model(model)
     expected = plain_step(plain, reference, documents_of(chapter, args, train_set, 2), args.beta)
-    if change:
-        change(chapter, args, folder, model, train_set, held_out)
     model.num_targets = chapter.pairs_at(args, train_set, 2)
     found = chapter.forward_backward(args, model, train_set, 2, CPU).double()
     gradients = {name: weight.grad for name, weight in plain.named_parameters()}
@@ -110,92 +108,60 @@ def test_packed_gradient_is_that_of_two_plain_models(
     if TEMPLATES[template]:
         (folder / "chat_template.jinja").write_text(TEMPLATES[template])
     words = ["-m", folder, "-d", prepare_pairs(tmp_path, model=folder), "-b", batch_size]
-    metrics_apart, gradient_apart = apart_in_step_2(chapter, tmp_path, None, *words)
+    metrics_apart, gradient_apart = apart_in_step_2(chapter, tmp_path, *words)
     assert metrics_apart < 1e-5 and gradient_apart < 1e-5
 
 
-# ---- controls: the comparison finds each of these mistakes --------------------------------------
-def see_each_other(chapter, *_):
-    """Let the tokens of one answer of a pair attend to the other answer."""
-    from transformers import masking_utils
-
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-
-
-def mean_of_tokens(chapter, *_):
-    """Replace the sum of the log-probabilities of an answer's tokens with their mean."""
-    summed = chapter.log_probs_of
-
-    def mean(args, model, batch):
-        is_learned = (batch & chapter.CONTEXT == 0).float()
-        documents = (batch & chapter.FIRST != 0).cumsum(1) - 1
-        counts = torch.zeros(len(batch), args.max_documents).scatter_add(1, documents, is_learned)
-        return summed(args, model, batch) / counts.clamp(min=1)
-
-    chapter.log_probs_of = mean
-
-
-def later_reference(chapter, args, folder, model, train_set, held_out):
-    """Compute the reference log-probabilities again, from the weights after step 1."""
-    chapter.add_references(args, folder / "later", model, train_set, held_out, 0, CPU)
-
-
-def mean_of_means(chapter, *_):
-    """Give each micro-batch the same weight, whatever its number of pairs."""
-    summed = chapter.loss_of
-
-    def mean(args, model, batch, references):
-        share = model.num_targets / chapter.count_pairs(batch).sum() / args.accumulation
-        return summed(args, model, batch, references) * share
-
-    chapter.loss_of = mean
-
-
-CONTROLS = [see_each_other, mean_of_tokens, later_reference, mean_of_means]
+# Each of these mistakes replaces a text of the script.
+WRONG_STEPS = {
+    "answers read each other": (
+        "find_packed_sequence_indices = number_documents",
+        "find_packed_sequence_indices = lambda position_ids: None",
+    ),
+    "mean of the tokens, not their sum": (
+        "sums.scatter_add(1, documents, log_probs)",
+        'sums.scatter_reduce(1, documents, log_probs, "mean", include_self=False)',
+    ),
+    "reference of this step": (
+        "references.view(torch.float64)",
+        "log_probs_of(args, model, batch).detach()",
+    ),
+    "micro-batches have equal weights": (
+        ".sum((1, 2)) / model.num_targets",
+        ".sum((1, 2)) / count_pairs(batch).sum() / args.accumulation",
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("control", CONTROLS)
-def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
+@pytest.mark.parametrize("mistake", WRONG_STEPS)
+def test_comparison_finds_a_mistake(load, one_rank_group, layout_models, tmp_path, mistake):
+    script = SCRIPTS["preferences"]
+    chapter = load(change_file(script, *WRONG_STEPS[mistake], copy=tmp_path / "changed.py"))
     words = ["-m", layout_models / "llama", "-b", 1]
     words += ["-d", prepare_pairs(tmp_path, model=layout_models / "llama")]
-    _, gradient_apart = apart_in_step_2(chapter, tmp_path, control, *words)
-    assert gradient_apart > 0.01
+    assert apart_in_step_2(chapter, tmp_path, *words)[1] > 0.01
 
 
 # ---- another library ---------------------------------------------------------------------------
-def turns_of(row):
-    """Convert a row of pairs() to TRL's format: a prompt and two answers, each a list of turns."""
-    if isinstance(row["chosen"], str):
-        prompt = [{"role": "user", "content": row["prompt"]}]
-        answers = {
-            name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")
-        }
-        return {"prompt": prompt} | answers
-    prompt = row.get("prompt", row["chosen"][:-1])
-    return {"prompt": prompt, "chosen": row["chosen"][-1:], "rejected": row["rejected"][-1:]}
-
-
-def train_with_trl(model, tokenizer, args, folder):
-    """Train four steps with TRL, each on all pairs; return TRL's rows of metrics."""
+def train_with_trl(model, tokenizer, rows, args, folder):
+    """Train four steps with TRL, each on all rows; return TRL's rows of metrics."""
     import trl
 
     options = {"num_train_epochs": 4, "logging_steps": 1, "max_grad_norm": 0.0, "beta": args.beta}
     options |= {"max_length": None, "use_cpu": True, "bf16": False, "report_to": []}
     options |= {"save_strategy": "no", "gradient_checkpointing": False, "disable_dropout": True}
-    config = trl.DPOConfig(str(folder), per_device_train_batch_size=len(pairs()), **options)
+    options |= {"lr_scheduler_type": "constant", "per_device_train_batch_size": len(rows)}
+    config = trl.DPOConfig(str(folder), **options)
     matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
     vectors = [weight for weight in model.parameters() if weight.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     options = {"betas": (0.9, 0.95), "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(groups, lr=args.lr, **options)
-    shares = [min(1, (step + 1) / args.warmup_steps) for step in range(4)]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shares[min(step, 3)])
-    rows = datasets.Dataset.from_list([turns_of(row) for row in pairs()])
-    tools = {"processing_class": tokenizer, "optimizers": (optimizer, schedule)}
+    tools = {"processing_class": tokenizer, "optimizers": (optimizer, None)}
     model.config.architectures = [type(model).__name__]
-    reference = copy.deepcopy(model)
-    trainer = trl.DPOTrainer(model, reference, args=config, train_dataset=rows, **tools)
+    reference, train_set = copy.deepcopy(model), datasets.Dataset.from_list(rows)
+    trainer = trl.DPOTrainer(model, reference, args=config, train_dataset=train_set, **tools)
     trainer.train()
     return [row for row in trainer.state.log_history if "grad_norm" in row]
 
@@ -206,11 +172,14 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     pytest.importorskip("trl", reason="install fine-tuning/preferences/requirements.txt")
     folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
     (folder / "chat_template.jinja").write_text(TEMPLATES["llama2"])
-    # With this length, no pair is too long, so prepare.py leaves out no pair.
-    tokens = prepare_pairs(tmp_path, model=folder, seq_length=512)
+    # TRL needs the same format in all rows, and every third row of pairs() has TRL's format. With
+    # this length, no pair is too long, so prepare.py leaves out no pair.
+    rows = pairs(72)[::3]
+    tokens = prepare_rows(tmp_path, rows, "--preferences", "-m", folder, "-s", 512)
     num_samples = (tokens / "000000.tokens").stat().st_size // (4 * 512)
     words = ["-m", folder, "-d", tokens, "-s", 512, "--global-batch-size", num_samples]
-    words += ["--num-steps", 10**6, "--warmup-steps", 4, "--max-grad-norm", 0, "--lr", 0.003]
+    # With so many steps, the rates of the first four steps are equal.
+    words += ["--num-steps", 10**6, "--warmup-steps", 1, "--max-grad-norm", 0, "--lr", 0.003]
     args, model, train_set, held_out = prepare(chapter, *words)
     samples = torch.cat([*train_set.pieces, held_out])
     train_set = chapter.Samples(args.seed, samples, iter(()))
@@ -221,7 +190,8 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     plain = plain_model(model, torch.float32)
     # Undo TRL's changes to environment variables.
     with mock.patch.dict(os.environ):
-        expected = train_with_trl(plain, AutoTokenizer.from_pretrained(folder), args, tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        expected = train_with_trl(plain, tokenizer, rows, args, tmp_path)
     names = ["loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "grad_norm"]
     for step in range(1, 5):
         metrics, grad_norm = chapter.train_step(args, model, optimizer, train_set, step, CPU)
@@ -241,10 +211,8 @@ def test_stopped_run_reads_its_references_and_continues(tmp_path):
     args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]
     run_or_fail(1, [("preferences", [*args, "-e", "complete"])], tmp_path / "jobs1")
     run = tmp_path / "stopped"
-    shutil.copytree(tmp_path / "complete", run)
-    shutil.rmtree(run / "checkpoints/step-00000008")
-    for path in (*run.glob("finished-*"), run / "metrics.jsonl"):
-        path.unlink()
+    copy_run(tmp_path / "complete", 4, run)
+    (run / "metrics.jsonl").unlink()
     run_or_fail(2, [("preferences", [*args, "-e", "stopped"])], tmp_path / "jobs2")
     complete, stopped = metrics(tmp_path / "complete"), metrics(run)
     assert sorted(stopped) == [5, 6, 7, 8]
@@ -255,25 +223,19 @@ def test_stopped_run_reads_its_references_and_continues(tmp_path):
     assert complete[8]["accuracy"] > 0.9 and complete[8]["margin"] > complete[2]["margin"]
 
 
-@pytest.fixture(scope="module")
-def merged_into_lora(tmp_path_factory):
-    """Merge preferences into LoRA's script, as the guide explains; return the script's path."""
-    script = tmp_path_factory.mktemp("merged") / "on_lora.py"
-    shutil.copy(SCRIPTS["lora"], script)
+@pytest.mark.slow
+def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(layout_models, tmp_path):
+    """Merge preferences into LoRA's script, as the guide explains, and train.
+
+    LoRA's references must equal the full model's, because new adapters change nothing.
+    """
+    script = shutil.copy(SCRIPTS["lora"], tmp_path / "on_lora.py")
     parts = script, SCRIPTS["conversations"], SCRIPTS["preferences"]
     assert run_command("git", "merge-file", "--theirs", *parts).returncode == 0
-    return script
-
-
-@pytest.mark.slow
-def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(
-    merged_into_lora, layout_models, tmp_path
-):
-    """Check that LoRA's references equal the full model's, because new adapters change nothing."""
     base = make_hub_folder(layout_models, tmp_path, "llama")
     args = [*RUN, "-m", base, "--pretrained", "-d", prepare_pairs(tmp_path, 100, base)]
     args += ["--num-steps", 4, "--save-dir", tmp_path]
-    jobs = [("preferences", [*args, "-e", "full"]), (merged_into_lora, [*args, "-e", "lora"])]
+    jobs = [("preferences", [*args, "-e", "full"]), (script, [*args, "-e", "lora"])]
     run_or_fail(1, jobs, tmp_path / "jobs")
     full, lora = (torch.load(tmp_path / it / "references/log_probs.pt") for it in ("full", "lora"))
     for expected, found in zip(full, lora, strict=True):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checks import check_two_ranks_fail
 from conftest import (
@@ -20,7 +19,7 @@ from conftest import (
     run_command,
     user_error,
 )
-from families import fast_byte_tokenizer, make_hub_folder, shrink
+from families import make_hub_folder, save_small_model
 from marks import exhaustive, slow
 from runs import have_same_weights, validation_loss
 
@@ -51,16 +50,13 @@ def publish(models, root, kind):
     if kind in FOLDERS:
         family, options = FOLDERS[kind]
         return make_hub_folder(models, root, family, **options)
+    settings = "+num_hidden_layers=3"
     # Give DeepSeek-V3 experts from the second layer on, in one group. By default, its first three
     # layers have no experts, and its experts form several groups.
-    groups = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-    settings = groups if kind == "deepseek_v3" else {}
-    config = shrink(CONFIG_MAPPING[kind](), eos_token_id=1, num_hidden_layers=3, **settings)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(root / kind)
-    fast_byte_tokenizer().save_pretrained(root / kind)
-    return root / kind
+    if kind == "deepseek_v3":
+        settings += "+first_k_dense_replace=1+n_group=1+topk_group=1"
+    save_small_model(kind + settings, root / "small" / kind)
+    return make_hub_folder(root / "small", root, kind)
 
 
 def names_in_files(folder):

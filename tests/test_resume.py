@@ -133,17 +133,14 @@ def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(
     assert difference(metrics(run_dir), metrics(tmp_path / "run")) == 0.0
 
 
-CASES = [slow("04", 2, "__1_0.distcp"), exhaustive("04", 2, ".metadata")]
-
-
-@pytest.mark.parametrize("chapter, num_ranks, file", CASES)
-def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter, num_ranks, file):
+@pytest.mark.parametrize("file", [slow("__1_0.distcp"), exhaustive(".metadata")])
+def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, file):
     """Check that all ranks skip a checkpoint, even if only one rank sees the damage.
 
     If no checkpoint can be read, the run must not start again at step 0, even if a user starts it
     twice.
     """
-    run_dir = run_of(chapter, num_ranks)
+    run_dir = run_of("04", 2)
     for name in ("some", "all"):
         copy_run(run_dir, 12, tmp_path / name)
     middle, newest = sorted(tmp_path.glob(f"some/checkpoints/*/{file}"))[1:]
@@ -151,17 +148,16 @@ def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter,
     middle.unlink()
     for path in tmp_path.glob(f"all/checkpoints/*/{file}"):
         path.write_bytes(b"")
-    jobs = [(chapter, [*ARGS, "--save-dir", tmp_path, "-e", name]) for name in ("some", "all")]
-    results, *stopped = run_jobs(num_ranks, [*jobs, jobs[1]], tmp_path / "jobs")
-
+    jobs = [("04", [*ARGS, "--save-dir", tmp_path, "-e", name]) for name in ("some", "all")]
+    results, *stopped = run_jobs(2, [*jobs, jobs[1]], tmp_path / "jobs")
     output = results[0]["stdout"]
     for step in (12, 8):
         assert output.count(f"step-{step:08} cannot be read") == 1, results
     assert "step-00000004" in output.partition("continuing from")[2], results
-    assert [rank["stdout"] for rank in results[1:]] == [""] * (num_ranks - 1)
+    assert results[1]["stdout"] == ""
     assert difference(metrics(run_dir), metrics(tmp_path / "some")) == 0.0
     for ranks in stopped:
-        assert [rank["status"] for rank in ranks] == [2] * num_ranks, ranks
+        assert [rank["status"] for rank in ranks] == [2, 2], ranks
         assert "cannot read its checkpoints; choose a different" in ranks[0]["stderr"]
     rows = (tmp_path / "all/metrics.jsonl").read_text()
     assert rows == (run_dir / "metrics.jsonl").read_text()

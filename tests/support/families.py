@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 # differently, and shrink() skips the settings that a family does not have.
 SIZES = {
     384: "vocab_size vocab_size_per_layer_input",
-    64: """intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
+    64: """intermediate_size ffn_dim ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
         max_position_embeddings n_positions n_ctx""",
     32: """hidden_size d_model n_embd word_embed_proj_dim lru_width moe_intermediate_size
         shared_expert_intermediate_size qk_head_dim""",
@@ -42,14 +42,14 @@ OWN_SETTINGS = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "mamba2": {"num_heads": 4, "n_groups": 1},
     "marian": {"decoder_vocab_size": 384},
     "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "ministral": {"head_dim": 16},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "plbart": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    "nemotron": {"num_key_value_heads": 2},
+    "plbart": {"decoder_attention_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 16]},
-    "whisper": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    "whisper": {"decoder_attention_heads": 2},
     "xlnet": {"d_head": 16},
     "xlstm": {"embedding_dim": 32},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
@@ -58,10 +58,8 @@ OWN_SETTINGS = {
 OWN_SETTINGS["mimo_v2_flash"] |= {"swa_num_key_value_heads": 8}
 # Zamba2 needs more settings, because its layers share a block.
 OWN_SETTINGS["zamba2"] = {"layers_block_type": ["hybrid"] * 2, "hybrid_layer_ids": [0, 1]}
-OWN_SETTINGS["zamba2"] |= {"num_mem_blocks": 1, "mamba_headdim": 8}
-OWN_SETTINGS["zamba2"] |= {"attention_hidden_size": 64, "attention_head_dim": 32}
-# shrink() drops these settings, so that transformers derives them from the new number of layers.
-LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config")
+OWN_SETTINGS["zamba2"] |= {"mamba_headdim": 8, "attention_hidden_size": 64}
+OWN_SETTINGS["zamba2"] |= {"attention_head_dim": 32}
 # In each of these variants, a setting changes the attention or the loss of a family.
 VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sliding_window=8
     phi3+sliding_window=8 starcoder2+sliding_window=8 cohere2+sliding_window=8
@@ -94,14 +92,13 @@ ARGS |= {"recompute": "none", "device": "cpu", "global_batch_size": 8, "attentio
 
 def shrink(config, **settings):
     """Return a copy of a configuration with fewer and smaller layers, and with `settings`."""
-    values = {name: value for name, value in config.to_dict().items() if name not in LAYER_LISTS}
-    # Drop each list that has one entry per layer, because the small model has fewer layers.
+    values = config.to_dict()
+    # Drop settings that have one entry per layer, because the small model has fewer layers.
+    values.pop("per_layer_config", None)
     num_layers = getattr(config, "num_hidden_layers", None)
-    values = {
-        name: value
-        for name, value in values.items()
-        if not isinstance(value, list) or len(value) != num_layers
-    }
+    for name in [name for name in values if isinstance(values[name], list)]:
+        if len(values[name]) == num_layers:
+            del values[name]
     sizes = {config.attribute_map.get(name, name): value for name, value in SMALL.items()}
     sizes = {name: value for name, value in sizes.items() if values.get(name)}
     return type(config)(**values | sizes | settings)

@@ -20,15 +20,6 @@ from torch.distributed.tensor import DTensor
 from recorded import load
 
 
-class RefusedError(Exception):
-    """Report that the chapter has refused a model."""
-
-
-def refuse(message):
-    """Raise RefusedError with the message that the chapter would print."""
-    raise RefusedError(message)
-
-
 def train(chapter, words):
     """Train three steps; return each step's loss and gradient norm, and the gradients of step 1.
 
@@ -59,7 +50,7 @@ def train(chapter, words):
             loss, norm = chapter.train_step(args, model, optimizer, samples, step, device)
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             steps.append([loss.item(), norm.item()])
-    except RefusedError as reason:
+    except SystemExit as reason:
         return str(reason), {}
     except RuntimeError as error:
         return f"RuntimeError: {error}", {}
@@ -101,7 +92,8 @@ def main():
     """
     cases, result, script, *flags = sys.argv[1:]
     chapter, results = load(script), {}
-    chapter.fail = refuse
+    # Let a refusal raise SystemExit with its message.
+    chapter.fail = sys.exit
     for family, words in json.loads(Path(cases).read_text()).items():
         split_steps, split_gradients = train(chapter, [*words, *flags])
         if not split_gradients:
