@@ -58,8 +58,8 @@ def layer_of(words):
 def layer_traffic(step):
     """Return the seconds and the GB to gather a layer twice, and to reduce its gradients."""
     step.sent.clear()
-    gather, _ = step.per_group("copy", "all-gather", step.setting.compute_bytes, (2, 0))
-    reduce, _ = step.per_group("copy", "reduce-scatter", step.setting.weight_bytes, (1, 0))
+    gather, _ = step.per_group("all-gather", (2, 0))
+    reduce, _ = step.per_group("reduce-scatter", (1, 0))
     return 2 * gather + reduce, step.sent["copy"] / 1e9
 
 
