@@ -70,7 +70,7 @@ def checkpoint_bytes(setting):
     moment and no counter.
     """
     # A rank of chapter 02 holds the full state. Count gradients in place of the trained weights,
-    # which have as many bytes.
+    # which have the same number of bytes.
     state = state_bytes(setting.model, setting.changed(chapter="02", expert_parallel_size=1))
     return state["gradients"] + state["optimizer state"]
 

@@ -69,6 +69,12 @@ def verdict(plan, sizes=False):
     return f"{word}: {', '.join(words).replace('gpu', 'GPU')}" if names else "fits"
 
 
+def needs_text(plan):
+    """Return the verdict of a layout, and the memory that a GPU and a host need, as text."""
+    needs = [text_of(plan[name + "_needs"]) + " per " + name for name in ("gpu", "host")]
+    return f"{verdict(plan, sizes=True)}; {', '.join(needs).replace('gpu', 'GPU')}"
+
+
 def launcher(args):
     """Return the torchrun part of the command that starts the ranks on each node."""
     if args.nodes == 1:

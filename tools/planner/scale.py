@@ -110,9 +110,8 @@ def mixture_of(words):
     There are two predictions: from StepTime and from SentOnceStep.
     """
     setting = setting_from(words)
-    tokens = setting.global_batch_size * setting.seq_length / setting.ranks
-    usual, once = StepTime(setting), SentOnceStep(setting)
-    return {"tokens_per_second": tokens / usual.seconds, "sent once": tokens / once.seconds}
+    steps = {"tokens_per_second": StepTime, "sent once": SentOnceStep}
+    return {name: speed_of(setting, step)["tokens_per_second"] for name, step in steps.items()}
 
 
 # Each part of scale.json has a function that predicts a row from the row's command line.

@@ -31,14 +31,7 @@ whose sizes are fitted to half of the published runs (fit.py):
 import math
 from collections import Counter
 
-from setting import (
-    ExpertShape,
-    adapter_shapes,
-    bubble,
-    numbers,
-    padded_numbers,
-    shard_numbers,
-)
+from setting import ExpertShape, adapter_shapes, bubble, numbers, padded_numbers, shard_numbers
 from training_step import active_numbers, stages_of
 
 # A matrix product whose input has this number of values, tokens times width, reaches only half of
@@ -358,10 +351,8 @@ class StepTime:
             # Under offload, the gradients of later micro-steps go to pageable host memory, where
             # the CPU adds them to the first gradients.
             adding = 3 * setting.gpus_per_node / setting.cpu_adam_gbs
-            seconds_per_gb, times = (
-                1 / setting.pageable_gbs + adding,
-                ((count - 1) * depth, count - 1),
-            )
+            times = (count - 1) * depth, count - 1
+            seconds_per_gb = 1 / setting.pageable_gbs + adding
             reduce, root_reduce = self.per_group("reduce-scatter", times, seconds_per_gb)
             backward = overlapped(depth, self.backward, second_gather + reduce) + reduce
             if setting.cpu_offload:
