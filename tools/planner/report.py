@@ -63,9 +63,8 @@ def verdict(plan, sizes=False):
     margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
     too_small = [name for name, size in margins.items() if size < 0]
     tight = [name for name, size in margins.items() if size < plan[f"{name}_needs"] / 10]
-    word, names = ("no", too_small) if too_small else ("tight", tight)
-    by = " by" if too_small else " has"
-    words = [f"{name}{by} {text_of(abs(margins[name]))}" if sizes else name for name in names]
+    word, by, names = ("no", "by", too_small) if too_small else ("tight", "has", tight)
+    words = [f"{name} {by} {text_of(abs(margins[name]))}" if sizes else name for name in names]
     return f"{word}: {', '.join(words).replace('gpu', 'GPU')}" if names else "fits"
 
 
