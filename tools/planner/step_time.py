@@ -313,7 +313,7 @@ class StepTime:
         # LoRA's adapters are small, so the collectives of their gradients count as nothing.
         if setting.lora_rank and kind != "all-gather":
             return 0.0, 0.0
-        # FSDP pads the weights and gradients of a copy of the model, but no shards of replicas.
+        # For replicas, count only a shard, without padding, because replicas all-reduce shards.
         name, elements = "copy", padded_numbers
         if kind == "all-reduce":
             name, elements = "replicas", shard_numbers
