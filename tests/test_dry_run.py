@@ -16,7 +16,7 @@ from gpus import GPUS as KINDS
 from marks import exhaustive
 from memory import PipelineMemory, fullest_step
 from real_commands import real_commands
-from training_step import copy_of_config
+from training_step import find_config
 
 pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("no_group")]
 
@@ -330,7 +330,7 @@ def peak_of(command, args):
         samples = 2 * stages * args.global_batch_size // args.accumulation
         changes = ["--global-batch-size", samples]
     is_tiny = args.model_name == "tiny"
-    layers = 0 if is_tiny else copy_of_config(args.model_name).num_hidden_layers
+    layers = 0 if is_tiny else find_config(args.model_name)[0].num_hidden_layers
     if layers <= MAX_LAYERS:
         return max(peaks_of(command, ranks, *changes).values())
     # Choose numbers of layers that leave the same remainder as the real number when they are
@@ -354,7 +354,7 @@ def test_real_command_fits(command, monkeypatch):
     if key not in PEAKS:
         PEAKS[key] = peak_of(command, args)
     needs = PEAKS[key] * (1 + options.fragmentation) + options.gpu_overhead_gib * dry_run.GIB
-    assert needs <= KINDS[command.gpu].memory_gib * dry_run.GIB
+    assert needs <= KINDS[command.gpu].gpu_memory_gib * dry_run.GIB
 
 
 # ---- faults ----------------------------------------------------------------------------------

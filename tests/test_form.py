@@ -156,7 +156,7 @@ def test_form_fits_a_narrow_screen_and_labels_all_fields(page):
 @pytest.mark.parametrize("model", ["Llama 3.2 1B", "Qwen3 30B-A3B"])
 def test_facts_are_those_of_a_fresh_recording(model):
     recorded = json.loads(form_facts.FACTS.read_text())["models"][model]["segments"]
-    base = form_facts.setting_from(form_facts.MODELS[model])
+    base = form_facts.base_of(form_facts.MODELS[model])
     selective = base.changed(recompute="selective", context_parallel_size=2)
     for setting in (base.changed(chapter="04"), base, selective):
         fresh = form_facts.segments_of(setting)

@@ -344,7 +344,7 @@ def summary(options, watch):
     return {
         "fullest": fullest,
         "needs": needs,
-        "margin": GPUS[options.gpu].memory_gib * GIB - needs,
+        "margin": GPUS[options.gpu].gpu_memory_gib * GIB - needs,
         "host": max((row["bytes"] for row in on_host), default=0),
         "peaks": peaks,
         "sent": [

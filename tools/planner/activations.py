@@ -52,21 +52,20 @@ class Recorder(TorchDispatchMode):
     def begin(self, name, kind="activations"):
         """Begin the segment `name`; from now on, new tensors are of the kind `kind`.
 
-        A segment stores its bytes by kind at its start and at its peak. It also stores the peak of
-        the bytes without finished gradients, which can occur at a different moment.
+        A segment stores its bytes by kind at its start and at its peak.
         """
-        segment = SimpleNamespace(start=Counter(), most=Counter(), most_besides_gradients=Counter())
-        self.segment = self.segments[name] = segment
+        self.segment = self.segments[name] = SimpleNamespace(start=Counter(), most=Counter())
         self.name, self.kind, self.at_start = name, kind, True
         self.update_peaks()
 
     def update_peaks(self):
-        """Store the current live bytes if they exceed a peak of the current segment."""
-        besides_gradients = self.live - Counter(gradients=self.live["gradients"])
-        if self.live.total() > self.segment.most.total():
-            self.segment.most = +self.live
-        if besides_gradients.total() > self.segment.most_besides_gradients.total():
-            self.segment.most_besides_gradients = besides_gradients
+        """Store the current live bytes if they exceed the peak of the current segment.
+
+        Leave out gradients in buckets, because the buckets last for the entire run.
+        """
+        live = self.live - Counter(buckets=self.live["buckets"])
+        if live.total() > self.segment.most.total():
+            self.segment.most = live
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # Leave the operation to DTensor or AsyncCollectiveTensor, which call it again with local
@@ -133,10 +132,9 @@ def segments_of(setting):
     Raise an UnsupportedModelError if the model cannot run in this setting.
     """
     setting = setting.changed(device="cuda", cpu_offload=False, pipeline_parallel_size=1)
-    # Without autocast, trace only chapters 04 and 05, because chapters before 05 build the same
-    # model as 04, and later chapters build the same model as 05.
-    if not setting.autocast:
-        setting.chapter = "04" if setting.chapter < "05" else "05"
+    # From chapter 04 on, trace only chapters 04 and 05, because later chapters build the same model
+    # as 05.
+    setting.chapter = min(setting.chapter, "05")
     key = (setting.model, *(getattr(setting, name) for name in TRACED_ARGS))
     if key not in TRACES:
         TRACES[key] = trace_or_problem(setting)
@@ -170,7 +168,8 @@ def trace(setting):
     exchange = mock.patch.object(placement_types, "shard_dim_alltoall", reshape_locally)
     # Hide from the recorder the extra operations that DTensor runs to learn the shapes of results.
     learn = ShardingPropagator._propagate_tensor_meta_non_cached
-    unrecorded = mock.patch.object(ShardingPropagator, learn.__name__, without_modes(learn))
+    unrecorded_learn = _disable_current_modes()(learn)
+    unrecorded = mock.patch.object(ShardingPropagator, learn.__name__, unrecorded_learn)
     with FakeTensorMode(), copy_fake, exchange, unrecorded:
         small = small_model(setting)
         ids = torch.zeros(setting.micro_batch_size, setting.seq_length, dtype=torch.long)
@@ -193,16 +192,6 @@ def loss_of(model, inputs, labels):
     """Return the loss; keep the logits in memory as long as loss_of() in the chapters does."""
     logits = model(**inputs).logits
     return model.loss_function(logits, labels)
-
-
-def without_modes(function):
-    """Return a version of `function` that turns off dispatch modes, such as Recorder."""
-
-    def call(*args):
-        with _disable_current_modes():
-            return function(*args)
-
-    return call
 
 
 def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
@@ -293,10 +282,12 @@ def watch(setting, model, record):
     The hooks run in the forward and in the backward pass. If chapter 09 splits the experts, a
     segment also begins when the gradients of a layer's experts are complete.
     """
+    # In chapter 02, DDP keeps the gradients in its buckets.
+    kind = "buckets" if setting.chapter == "02" else "gradients"
     for weight in model.parameters():
         record.weights.add(key_of(weight))
         if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, "gradients"))
+            weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, kind))
 
     def before(number, _, args, kwargs):
         record.begin(f"layer {number}")

@@ -45,14 +45,12 @@ def layout_of(args, chapter, words, layout_words):
     with contextlib.suppress(UnsupportedModelError), refusing:
         training_args = parse_training_args([*words, *layout_words], args.ranks)
         values = argparse.Namespace(**vars(args) | vars(training_args))
-        # Plan chapter 03 as chapter 02, which trains in the same way.
-        setting = setting_of(values, "02" if chapter == "03" else chapter)
+        setting = setting_of(values, chapter)
         # Check the model, because from chapter 05 on scripts refuse some models.
         if chapter >= "05":
             check_split(setting, args.model)
-        script_words = [str(script), *last_of_each(words)]
-        lines = [launcher(args), shlex.join(script_words), shlex.join(layout_words)]
-        command = " \\\n    ".join(lines)
+        script_words = shlex.join([str(script), *last_of_each(words)])
+        command = " \\\n    ".join([launcher(args), script_words, shlex.join(layout_words)])
         return {"setting": setting, "command": command, "speed": speed_of(setting)}
     return None
 

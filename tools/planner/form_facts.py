@@ -19,17 +19,9 @@ import will_it_fit
 from commands import LAYOUT_FLAGS, last_of_each, words_without_layout
 from form_model import KINDS, bytes_of, key_of
 from gpus import GPUS
-from setting import ExpertShape, UnsupportedModelError, setting_of
-from training_step import (
-    ROOT,
-    SCRIPTS,
-    active_numbers,
-    check_split,
-    load_config,
-    model_of,
-    newest_chapter,
-    stages_of,
-)
+from scale import setting_from
+from setting import ExpertShape, UnsupportedModelError
+from training_step import ROOT, SCRIPTS, active_numbers, check_split, newest_chapter, stages_of
 
 FACTS = ROOT / "tools/planner/form.json"
 # MODELS has the arguments of the command that trains each model.
@@ -132,10 +124,6 @@ def traced(setting, samples, length, chunk_size):
     ):
         segments = activations.trace(setting)
     del segments["before"], segments["end"]
-    # Leave out the gradients of chapter 02, because the planner counts DDP's buckets instead.
-    for segment in segments.values() if setting.chapter == "02" else []:
-        for moment in (segment.start, *segment.moments):
-            del moment["gradients"]
     return segments
 
 
@@ -170,17 +158,15 @@ def row_of(shape):
     return ["experts"] * isinstance(shape, ExpertShape) + [*shape]
 
 
-def setting_from(words):
+def base_of(words):
     """Return the setting of a training command in chapter 05 on a single rank."""
-    args = will_it_fit.parse_args([*words.split(), "--layouts"])
-    args.model = model_of(load_config(args)[0])
-    changes = {"device": "cuda", "cpu_offload": False, "micro_batch_size": 2}
-    return setting_of(args, "05").changed(**changes)
+    setting = setting_from(f"{words} --layouts")
+    return setting.changed(device="cuda", cpu_offload=False, micro_batch_size=2)
 
 
 def facts_of(words):
     """Return a dictionary with the facts about the model that a training command trains."""
-    base = setting_from(words)
+    base = base_of(words)
     config, words = base.model.config, words_without_layout(base, "09")
     facts = {"words": last_of_each(words), "batch": base.batch_size, "stages": {}, "segments": {}}
     facts |= {"active": active_numbers(base.model)}

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
-from report import checkpoint_text, launcher, speed_text, text_of, verdict
+from report import checkpoint_text, launcher, needs_text, speed_text
 from setting import ExpertShape, Model, Setting, UnsupportedModelError, setting_of
 
 KINDS = ["activations", "logits", "gradients"]
@@ -20,7 +20,7 @@ FACTS, FOUND = {}, {}
 # ---- what replaces runs on fake tensors ------------------------------------------------------
 def key_of(setting):
     """Return the key of a setting in the dictionary `segments` of a model's facts."""
-    chapter = "02" if setting.chapter == "02" else "04" if setting.chapter < "05" else "05"
+    chapter = min(setting.chapter, "05")
     tensor, context = setting.tensor_parallel_size, setting.context_parallel_size
     style = setting.context_parallel_style if context > 1 else ""
     samples = " one sample" if tensor > 1 and setting.micro_batch_size == 1 else ""
@@ -53,10 +53,9 @@ def segments_of(setting):
     if key not in FOUND:
         found = FOUND[key] = {}
         for segment, start, rows in facts["segments"][name]:
-            most = [bytes_of(row, samples, length) for row in rows]
-            most = max(most, key=lambda moment: moment.total())
+            moments = [bytes_of(row, samples, length) for row in rows]
+            most = max(moments, key=lambda moment: moment.total())
             found[segment] = SimpleNamespace(start=bytes_of(start, samples, length), most=most)
-            found[segment].most_besides_gradients = most
         ranks = setting.tensor_parallel_size * setting.context_parallel_size
         if "head in chunks" in found and samples * length > ranks * FACTS["chunk_size"]:
             found["head"] = found["head in chunks"]
@@ -126,7 +125,6 @@ def layout_of(args, chapter, words, line):
     is_checked = chapter >= "05" and setting.context_parallel_size == 1
     if is_checked and key_of(setting) not in args.model.built["segments"]:
         return None
-    setting.chapter = "02" if chapter == "03" else chapter
     try:
         script = " ".join([FACTS["scripts"][chapter]] + words)
         command = " \\\n    ".join([launcher(args), script, " ".join(line)])
@@ -172,21 +170,23 @@ def plan(fields):
     return json.dumps([shown(args, layout) for layout in best_layouts(args)])
 
 
+# The form's bar shows these parts of the GPU memory at its peak, and a last part, "other", with the
+# memory that the planner adds to the tensors.
+BAR = {
+    "weights": ["parameters", "gathered weights"],
+    "gradients": ["gradients", "full gradients"],
+    "optimizer state": ["optimizer state"],
+    "activations": ["activations", "logits"],
+}
+
+
 def shown(args, layout):
     """Return the texts and numbers of a layout that the form shows."""
-    needs = [text_of(layout[name + "_needs"]) + " per " + name for name in ("gpu", "host")]
     found = {name: layout[name] for name in ("way", "fits", "command", "gpu_needs", "host_needs")}
-    found["text"] = f"{verdict(layout, True)}; {', '.join(needs).replace('gpu', 'GPU')}"
+    found["text"] = needs_text(layout)
     found["speed"] = speed_text(args, layout) if layout["fits"] else ""
     found |= {"checkpoint": checkpoint_text(args, layout), "numbers": layout["speed"]}
     found["room"] = layout["gpu_needs"] + layout["gpu_margin"]
-    # The form's bar shows these parts of the GPU memory at its peak. The last part includes the
-    # memory that the planner adds to the tensors.
-    parts = layout["gpu"]
-    weights = parts["parameters"] + parts["gathered weights"]
-    gradients = parts["gradients"] + parts["full gradients"]
-    state, activations = parts["optimizer state"], parts["activations"] + parts["logits"]
-    other = layout["gpu_needs"] - weights - gradients - state - activations
-    found["parts"] = [["weights", weights], ["gradients", gradients], ["optimizer state", state]]
-    found["parts"] += [["activations", activations], ["other", other]]
-    return found
+    sizes = [[part, sum(layout["gpu"][name] for name in names)] for part, names in BAR.items()]
+    other = layout["gpu_needs"] - sum(size for _, size in sizes)
+    return found | {"parts": sizes + [["other", other]]}

@@ -9,24 +9,29 @@ the shares of the H100. The speed of the network is that of the maker's own node
 nodes in a cloud may have a slower network.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from training_step import fail
 
+# These fields describe a GPU in torch; no flag of the planner sets them.
+IN_TORCH = "name", "capability"
 
-@dataclass(frozen=True)
-class Gpu:
-    """Hold the memory and the speeds of a GPU and its node; `name` is the GPU's name in torch."""
+
+class Gpu(NamedTuple):
+    """Hold the memory and the speeds of a GPU and its node; `name` is the GPU's name in torch.
+
+    All fields outside of IN_TORCH have the names of the planner's arguments.
+    """
 
     name: str
     capability: tuple
-    memory_gib: float
+    gpu_memory_gib: float
     # The peak speed is in dense TFLOP/s, in bf16 or, on a T4, in fp16.
-    tflops: float
+    gpu_tflops: float
     # Matrix products and attention reach these shares of the peak.
     matrix_share: float
     attention_share: float
-    bandwidth_gbs: float
+    gpu_bandwidth_gbs: float
     nvlink_gbs: float
     network_gbs: float
     pcie_gbs: float
@@ -34,11 +39,7 @@ class Gpu:
     @property
     def values(self):
         """Return the values that this GPU gives to the planner's flags, by argument name."""
-        speeds = "nvlink_gbs", "network_gbs", "pcie_gbs"
-        values = {"gpu_memory_gib": self.memory_gib, "gpu_tflops": self.tflops}
-        values |= {"matrix_share": self.matrix_share, "attention_share": self.attention_share}
-        values["gpu_bandwidth_gbs"] = self.bandwidth_gbs
-        return values | {name: getattr(self, name) for name in speeds}
+        return {name: value for name, value in self._asdict().items() if name not in IN_TORCH}
 
 
 HOPPER, AMPERE = (0.6, 0.33), (0.72, 0.62)

@@ -6,7 +6,7 @@ import math
 from commands import layout_of, words_without_layout
 from memory import PARTS, fullest_step, host_memory, least_bytes, state_bytes
 from report import GIB
-from setting import ExpertShape, UnsupportedModelError, adapter_shapes, muon_shapes, numbers
+from setting import ExpertShape, UnsupportedModelError
 from step_time import speed_of
 from training_step import stages_of
 
@@ -66,14 +66,13 @@ def stop_seconds(setting, checkpoint, speed):
 def checkpoint_bytes(setting):
     """Return the bytes of a checkpoint: trained weights, two moments, and a counter per tensor.
 
-    With Muon, the matrices in the layers have only one moment and no counter.
+    With LoRA, only the adapters are trained. With Muon, the matrices in the layers have only one
+    moment and no counter.
     """
-    shapes, size = setting.model.shapes, setting.weight_bytes
-    if setting.lora_rank:
-        shapes, size = adapter_shapes(setting.model.layers, setting.lora_rank), 4
-    one_moment = muon_shapes(setting.model.layers) if setting.muon else []
-    left_out = size * numbers(one_moment) + 4 * len(one_moment)
-    return 3 * size * numbers(shapes) + 4 * len(shapes) - left_out
+    # A rank of chapter 02 holds the full state. Count gradients in place of the trained weights,
+    # which have the same number of bytes.
+    state = state_bytes(setting.model, setting.changed(chapter="02", expert_parallel_size=1))
+    return state["gradients"] + state["optimizer state"]
 
 
 def ways_to_split(args):

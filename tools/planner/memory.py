@@ -82,9 +82,6 @@ class StepMemory:
     for the entire run, and every micro-step adds gradients to the buckets.
     """
 
-    # Under DDP, gradients are in buckets, so this class counts no separate gradients. In the
-    # subclasses, gradients are separate tensors, which stay in memory until a reduction.
-    keeps_gradients = False
     # Only the last stage of a pipeline has the head. Without a pipeline, each rank has the head.
     has_head = True
     # The rank keeps the activations of this number of other micro-batches at the same time.
@@ -122,8 +119,7 @@ class StepMemory:
             for group in self.groups_of(layer):
                 self.use(group)
             self.forward(layer)
-        self.head_forward()
-        self.head_backward()
+        self.head()
         for layer in range(self.depth, 0, -1):
             for group in self.groups_of(layer):
                 self.use(group)
@@ -139,8 +135,9 @@ class StepMemory:
         """Do nothing, because DDP gathers no weights; subclasses gather the weights of a group."""
 
     # These methods do nothing, too, because DDP gathers and frees no weights, and the buckets of
-    # gradients always exist.
-    use = free = reduce = gather
+    # gradients always exist. In the subclasses, gradients are separate tensors, which stay in
+    # memory until a reduction.
+    use = free = reduce = add_gradients = gather
 
     def shapes(self, group):
         """Return the shapes of the weights that FSDP gathers together, as a group."""
@@ -199,12 +196,11 @@ class StepMemory:
 
     def compute(self, when, name):
         """Update the step's peak with the peak of the segment `name`."""
-        segment = self.segments[name]
-        most = segment.most if self.keeps_gradients else segment.most_besides_gradients
-        temporary = {kind: most[kind] - segment.start[kind] for kind in TRACED_PARTS}
+        start, most = self.segments[name].start, self.segments[name].most
+        temporary = {kind: most[kind] - start[kind] for kind in TRACED_PARTS}
         # Leave out traced gradients under LoRA, because only the small adapters have gradients.
-        if self.keeps_gradients and not self.setting.lora_rank:
-            temporary["full gradients"] = most["gradients"] - segment.start["gradients"]
+        if not self.setting.lora_rank:
+            temporary["full gradients"] = most["gradients"] - start["gradients"]
         self.update_peak(when, **temporary)
 
     def forward(self, group):
@@ -212,14 +208,12 @@ class StepMemory:
         if group < self.depth:
             self.enter(segment_of(group + 1), group + 1)
 
-    def head_forward(self):
+    def head(self):
+        """Compute the loss and its backward pass, if the rank has the head."""
+        self.head_gradients = 0
         if self.has_head:
             self.enter("head", self.depth)
             self.compute("loss", "head")
-
-    def head_backward(self):
-        self.head_gradients = 0
-        if self.has_head:
             self.enter("head backward", self.depth)
             self.compute("backward of the loss", "head backward")
             after_head = self.segments[f"layer {self.traced_depth} backward"].start
@@ -248,10 +242,6 @@ class StepMemory:
                 self.held[kind] = 0
             self.add_gradients(self.gradients_of(0) - self.head_gradients)
 
-    def add_gradients(self, size):
-        """Add `size` bytes to the full gradients, unless gradients lie in DDP's buckets."""
-        self.held["full gradients"] += self.keeps_gradients * size
-
     def gradients_of(self, group):
         """Return the bytes of a group's gradients, in the type that the backward pass produces."""
         size = 4 if self.setting.autocast else self.setting.compute_bytes
@@ -269,7 +259,6 @@ class ShardedMemory(StepMemory):
     Allocate and free buffers in the same order as torch/distributed/fsdp/_fully_shard.
     """
 
-    keeps_gradients = True
     # Simulate at most this number of micro-steps, because later micro-steps need the same memory.
     micro_steps = 2
 
@@ -279,11 +268,11 @@ class ShardedMemory(StepMemory):
         When the second micro-step starts, the gradient shards of the first micro-step already use
         memory.
         """
-        self.shards_on_device = not (self.setting.cpu_offload and self.setting.cuda)
-        if self.shards_on_device:
+        shards_on_device = not (self.setting.cpu_offload and self.setting.cuda)
+        if shards_on_device:
             self.held.update({name: self.state[name] for name in ("parameters", "optimizer state")})
-        self.groups_with_gradients = set()
-        for _ in range(min(self.micro_steps, self.setting.accumulation)):
+        for micro_step in range(min(self.micro_steps, self.setting.accumulation)):
+            self.adds_shards = micro_step == 0 and shards_on_device
             self.gathered, self.gather_buffers = set(), {}
             self.last_gather_buffer, self.reduce_buffer = 0, 0
             self.is_forward = True
@@ -328,6 +317,10 @@ class ShardedMemory(StepMemory):
         else:
             self.held["communication"] -= output
 
+    def add_gradients(self, size):
+        """Add `size` bytes to the full gradients."""
+        self.held["full gradients"] += size
+
     def free(self, group):
         if group in self.gathered:
             self.held["gathered weights"] -= self.gathered_bytes(group)
@@ -337,14 +330,11 @@ class ShardedMemory(StepMemory):
         """Return the bytes of a group's gathered weights, with FSDP's padding."""
         return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
-    def head_forward(self):
+    def head(self):
         # FSDP frees the last output buffer when the model's forward pass ends, before the loss.
         self.held["communication"] -= self.last_gather_buffer
-        super().head_forward()
-
-    def head_backward(self):
         self.is_forward = False
-        super().head_backward()
+        super().head()
 
     def reduce(self, group):
         """Reduce a group's gradients to shards; keep the input buffer until the next reduction."""
@@ -362,9 +352,9 @@ class ShardedMemory(StepMemory):
         uses_gloo = not setting.cuda and setting.shards > 1
         gloo_copy = self.reduce_buffer if uses_gloo else 0
         self.update_peak(when, communication=shard + gloo_copy)
-        if group not in self.groups_with_gradients and self.shards_on_device:
+        # Later micro-steps add to the gradient shards of the first micro-step.
+        if self.adds_shards:
             self.held["gradients"] += shard
-        self.groups_with_gradients.add(group)
 
 
 class PipelineMemory(ShardedMemory):
@@ -411,17 +401,14 @@ def host_memory(setting, part):
     if not setting.cuda:
         return {}, "the step"
     state = state_bytes(part, setting)
-    pinned = 0
-    for shape, count in Counter(part.shapes).items():
-        shard_bytes = shard_numbers([shape], setting) * setting.weight_bytes
-        pinned += count * power_of_two(shard_bytes)
+    sizes = [shard_numbers([shape], setting) * setting.weight_bytes for shape in part.shapes]
+    pinned = sum(map(power_of_two, sizes))
     model, layer = setting.model, max(map(numbers, setting.model.layers), default=0)
     built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer
     built_bytes = built_weights * (setting.weight_bytes if setting.lora_rank else 4)
-    start, train = {"model in the making": built_bytes}, {}
+    train = {"parameters": pinned} if setting.cpu_offload else {}
+    start = {"model in the making": built_bytes} | train
     if setting.cpu_offload:
-        start["parameters"] = pinned
-        train["parameters"] = pinned
         train["gradients"] = state["gradients"] if setting.lora_rank else pinned
         train["optimizer state"] = state["optimizer state"]
     if setting.lora_rank:
@@ -430,7 +417,7 @@ def host_memory(setting, part):
         train["copy being saved"] = state["parameters"] + state["optimizer state"]
     elif not setting.cpu_offload and setting.chapter != "02":
         # DCP holds its copies of the weights and the two moments until it closes the file.
-        train["copy being saved"] = pinned + 2 * pinned
+        train["copy being saved"] = 3 * pinned
     phases = [(start, "the start"), (train, "training")]
     if setting.lora_rank:
         # When fine-tuning/lora ends, it merges the adapters into the layers' matrices, in float32

@@ -63,10 +63,15 @@ def verdict(plan, sizes=False):
     margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
     too_small = [name for name, size in margins.items() if size < 0]
     tight = [name for name, size in margins.items() if size < plan[f"{name}_needs"] / 10]
-    word, names = ("no", too_small) if too_small else ("tight", tight)
-    by = " by" if too_small else " has"
-    words = [f"{name}{by} {text_of(abs(margins[name]))}" if sizes else name for name in names]
+    word, by, names = ("no", "by", too_small) if too_small else ("tight", "has", tight)
+    words = [f"{name} {by} {text_of(abs(margins[name]))}" if sizes else name for name in names]
     return f"{word}: {', '.join(words).replace('gpu', 'GPU')}" if names else "fits"
+
+
+def needs_text(plan):
+    """Return the verdict of a layout, and the memory that a GPU and a host need, as text."""
+    needs = [text_of(plan[name + "_needs"]) + " per " + name for name in ("gpu", "host")]
+    return f"{verdict(plan, sizes=True)}; {', '.join(needs).replace('gpu', 'GPU')}"
 
 
 def launcher(args):

@@ -58,8 +58,8 @@ def layer_of(words):
 def layer_traffic(step):
     """Return the seconds and the GB to gather a layer twice, and to reduce its gradients."""
     step.sent.clear()
-    gather, _ = step.per_group("copy", "all-gather", step.setting.compute_bytes, (2, 0))
-    reduce, _ = step.per_group("copy", "reduce-scatter", step.setting.weight_bytes, (1, 0))
+    gather, _ = step.per_group("all-gather", (2, 0))
+    reduce, _ = step.per_group("reduce-scatter", (1, 0))
     return 2 * gather + reduce, step.sent["copy"] / 1e9
 
 
@@ -110,9 +110,8 @@ def mixture_of(words):
     There are two predictions: from StepTime and from SentOnceStep.
     """
     setting = setting_from(words)
-    tokens = setting.global_batch_size * setting.seq_length / setting.ranks
-    usual, once = StepTime(setting), SentOnceStep(setting)
-    return {"tokens_per_second": tokens / usual.seconds, "sent once": tokens / once.seconds}
+    steps = {"tokens_per_second": StepTime, "sent once": SentOnceStep}
+    return {name: speed_of(setting, step)["tokens_per_second"] for name, step in steps.items()}
 
 
 # Each part of scale.json has a function that predicts a row from the row's command line.

@@ -31,14 +31,7 @@ whose sizes are fitted to half of the published runs (fit.py):
 import math
 from collections import Counter
 
-from setting import (
-    ExpertShape,
-    adapter_shapes,
-    bubble,
-    numbers,
-    padded_numbers,
-    shard_numbers,
-)
+from setting import ExpertShape, adapter_shapes, bubble, numbers, padded_numbers, shard_numbers
 from training_step import active_numbers, stages_of
 
 # A matrix product whose input has this number of values, tokens times width, reaches only half of
@@ -186,13 +179,12 @@ def overlapped(count, compute, communication):
 class StepTime:
     """Add up the seconds of a step in `seconds`.
 
-    `busy` has the seconds of computation and of each kind of collective, and these seconds may
-    overlap. `sent` has the bytes that a rank sends in each ring. `sent["network"]` has the bytes
-    that leave the node.
+    `busy` has the seconds of computation on the GPU, and of AdamW on the host. `sent` has the bytes
+    that a rank sends in each ring. `sent["network"]` has the bytes that leave the node.
     """
 
     def __init__(self, setting):
-        self.setting, self.busy, self.sent = setting, Counter(), Counter()
+        self.setting, self.sent = setting, Counter()
         self.tokens = setting.micro_batch_size * setting.seq_length
         ranks = setting.tensor_parallel_size * setting.context_parallel_size
         parts = [self.tokens / ranks * seconds for seconds in forward_seconds(setting)]
@@ -216,7 +208,7 @@ class StepTime:
         self.has_head, self.model = slowest == len(work) - 1, stages[slowest]
         self.head *= self.has_head
         self.depth = len(self.model.layers)
-        self.busy["compute"] = setting.accumulation * work[slowest]
+        self.busy = Counter(compute=setting.accumulation * work[slowest])
         self.add_blocking_collectives()
         if setting.chapter == "02":
             self.seconds = self.replicated_step()
@@ -224,7 +216,9 @@ class StepTime:
             self.seconds = self.pipeline_step()
         else:
             self.seconds = self.sharded_step()
-        self.seconds += self.optimizer_step(len(stages))
+        optimizer = self.optimizer_step(len(stages))
+        self.seconds += optimizer
+        self.busy["host" if setting.cpu_offload else "compute"] += optimizer
 
     def repeated(self, matrices, attention, cheap):
         """Return the seconds that recomputation adds to a layer.
@@ -235,13 +229,9 @@ class StepTime:
         return {"none": 0.0, "selective": cheap, "full": full}[self.setting.recompute]
 
     def send(self, name, kind, size, times=1):
-        """Add up the seconds and the bytes of `times` equal collectives.
-
-        Return the seconds of one collective.
-        """
+        """Add up the bytes of `times` equal collectives; return the seconds of one collective."""
         ranks, nodes, gbs = ring(self.setting, name)
         seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
-        self.busy[name] += times * seconds
         self.sent[name] += times * sent
         # Divide the bytes that leave a node among the node's ranks, because a ring leaves each node
         # only once.
@@ -293,9 +283,9 @@ class StepTime:
         self.backward += (2 + 2 * repeats) * seconds
 
     def exchange(self, size, times):
-        """Add up `times` equal all-to-alls of `size` bytes; return the seconds of one all-to-all.
+        """Add up the bytes of `times` equal all-to-alls; return the seconds of one all-to-all.
 
-        A rank sends the same number of bytes to each rank of its expert-parallel group.
+        A rank divides `size` bytes equally among the ranks of its expert-parallel group.
         """
         setting, ranks = self.setting, self.setting.expert_parallel_size
         if ranks == 1:
@@ -306,21 +296,27 @@ class StepTime:
         # Add the latency of only the slowest hop, because all messages start at the same time.
         _, start, local_hop, far_hop = NCCL["ring", "Simple"]
         seconds += setting.latency * (start + (far_hop if between else local_hop)) / 1e6
-        self.busy["expert"] += times * seconds
         self.sent["expert"] += times * (inside + between)
         self.sent["network"] += times * between
         return seconds
 
-    def per_group(self, name, kind, size, times, seconds_per_gb=0.0):
+    def per_group(self, kind, times, seconds_per_gb=0.0):
         """Return the seconds of one collective of a layer's weights, and of the root's weights.
 
-        Each weight has `size` bytes, and FSDP's padding counts, too. Add up `times[0]` collectives
-        of layers, and `times[1]` collectives of the root. Under offload, the rank also copies its
+        An all-gather collects weights, a reduce-scatter reduces gradients to shards, and an
+        all-reduce adds up the shards of replicas. Add up the bytes of `times[0]` collectives of
+        layers, and of `times[1]` collectives of the root. Under offload, the rank also copies its
         shard, and the copy does not overlap with the collective.
         """
         setting, seconds = self.setting, []
+        size = setting.compute_bytes if kind == "all-gather" else setting.weight_bytes
+        # LoRA's adapters are small, so the collectives of their gradients count as nothing.
+        if setting.lora_rank and kind != "all-gather":
+            return 0.0, 0.0
         # For replicas, count only a shard, without padding, because replicas all-reduce shards.
-        elements = shard_numbers if name == "replicas" else padded_numbers
+        name, elements = "copy", padded_numbers
+        if kind == "all-reduce":
+            name, elements = "replicas", shard_numbers
         for groups, count in ((self.model.layers, times[0]), ([self.model.root], times[1])):
             shapes = [shape for group in groups for shape in group]
             shard = shard_numbers(shapes, setting) / len(groups)
@@ -338,57 +334,31 @@ class StepTime:
                 seconds[-1] += self.send(name.replace("copy", "expert copy"), kind, full, count)
         return seconds
 
-    def reduce(self, micro_steps, seconds_per_gb):
-        """Return the seconds to reduce and copy the gradients of a layer, and of the root.
-
-        Add up `micro_steps` reductions. LoRA's adapters are small, so their reductions count as
-        nothing.
-        """
-        if self.setting.lora_rank:
-            return 0.0, 0.0
-        size, times = self.setting.weight_bytes, (micro_steps * self.depth, micro_steps)
-        return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
-
-    def reduce_replicas(self):
-        """Return the seconds to add up the replicas' gradients of a layer, and of the root.
-
-        LoRA's adapters are small, so their gradients count as nothing.
-        """
-        if self.setting.lora_rank:
-            return 0.0, 0.0
-        size, times = self.setting.weight_bytes, (self.depth, 1)
-        return self.per_group("replicas", "all-reduce", size, times)
-
-    def gather(self, layer_times, root_times):
-        """Return the seconds to gather the weights of a layer, and of the root.
-
-        Add up `layer_times` gathers of a layer, and `root_times` gathers of the root.
-        """
-        size, times = self.setting.compute_bytes, (layer_times, root_times)
-        return self.per_group("copy", "all-gather", size, times, 1 / self.setting.pcie_gbs)
-
     def sharded_step(self):
         """Return the seconds of a step under FSDP, without the optimizer."""
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
         # Gather the last layer only once, because it stays gathered until the backward pass.
-        reshards = setting.reshard_after_forward
-        gather, root_gather = self.gather(count * (2 * depth - 1 if reshards else depth), count)
+        reshards, seconds_per_gb = setting.reshard_after_forward, 1 / setting.pcie_gbs
+        times = count * (2 * depth - 1 if reshards else depth), count
+        gather, root_gather = self.per_group("all-gather", times, seconds_per_gb)
         # Add the first gathers and the last reductions in full, because no computation hides them.
         forward = root_gather + gather + overlapped(depth, self.forward, gather)
         second_gather = gather if reshards else 0.0
-        reduce, root_reduce = self.reduce(1, 1 / setting.pcie_gbs)
+        reduce, root_reduce = self.per_group("reduce-scatter", (depth, 1), seconds_per_gb)
         seconds = count * (forward + self.head) + reduce + root_reduce
         seconds += overlapped(depth, self.backward, second_gather + reduce)
         if count > 1:
             # Under offload, the gradients of later micro-steps go to pageable host memory, where
             # the CPU adds them to the first gradients.
             adding = 3 * setting.gpus_per_node / setting.cpu_adam_gbs
-            reduce, root_reduce = self.reduce(count - 1, 1 / setting.pageable_gbs + adding)
+            times = (count - 1) * depth, count - 1
+            seconds_per_gb = 1 / setting.pageable_gbs + adding
+            reduce, root_reduce = self.per_group("reduce-scatter", times, seconds_per_gb)
             backward = overlapped(depth, self.backward, second_gather + reduce) + reduce
             if setting.cpu_offload:
                 backward = depth * (max(self.backward, second_gather) + reduce)
             seconds += (count - 1) * (backward + root_reduce)
-        replicas, root_replicas = self.reduce_replicas()
+        replicas, root_replicas = self.per_group("all-reduce", (depth, 1))
         slower = max(self.backward, second_gather + reduce)
         exposed = overlapped(depth, slower, replicas) - depth * slower
         return seconds + exposed + replicas + root_replicas
@@ -414,15 +384,15 @@ class StepTime:
         size = 2 * setting.num_stages // setting.pipeline_parallel_size * count * self.tokens
         size *= self.model.config.hidden_size * setting.compute_bytes
         size /= setting.tensor_parallel_size * setting.context_parallel_size
-        self.sent["stages"] = size
         self.sent["network"] += size
-        gather, root_gather = self.gather(depth, 1)
+        seconds_per_gb = 1 / setting.pcie_gbs
+        gather, root_gather = self.per_group("all-gather", (depth, 1), seconds_per_gb)
         waiting = root_gather + gather + overlapped(depth, self.forward, gather)
         work = count * (depth * (self.forward + self.backward) + self.head)
         idle = bubble(setting.pipeline_schedule, setting.pipeline_parallel_size, count)
         seconds = waiting - depth * self.forward + work / (1 - idle)
-        reduce, root_reduce = self.reduce(1, 1 / setting.pcie_gbs)
-        replicas, root_replicas = self.reduce_replicas()
+        reduce, root_reduce = self.per_group("reduce-scatter", (depth, 1), seconds_per_gb)
+        replicas, root_replicas = self.per_group("all-reduce", (depth, 1))
         reduced = overlapped(depth, reduce, replicas) + replicas + root_reduce + root_replicas
         return max(seconds, size / setting.network_gbs / 1e9) + reduced
 
@@ -434,11 +404,8 @@ class StepTime:
         if setting.lora_rank:
             size = 40 * numbers(adapter_shapes(setting.model.layers, setting.lora_rank)) / ranks
         if setting.cpu_offload:
-            self.busy["host"] = size * setting.gpus_per_node / setting.cpu_adam_gbs / 1e9
-            return self.busy["host"]
-        seconds = size / setting.gpu_bandwidth_gbs / 1e9
-        self.busy["compute"] += seconds
-        return seconds
+            return size * setting.gpus_per_node / setting.cpu_adam_gbs / 1e9
+        return size / setting.gpu_bandwidth_gbs / 1e9
 
 
 def speed_of(setting, kind=StepTime):

@@ -6,7 +6,6 @@ newest chapter's script determine which weights a rank holds.
 
 import argparse
 import contextlib
-import copy
 import functools
 import importlib.util
 import itertools
@@ -97,7 +96,7 @@ def import_script(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     # Replace the loaders, because configurations may come from configs/, which has no tokenizers.
-    module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
+    module.AutoConfig = SimpleNamespace(from_pretrained=lambda name: find_config(name)[0])
     module.AutoTokenizer = SimpleNamespace(from_pretrained=tokenizer_of)
     # Derive the need for a mask from the configuration, because fake tensors have no values to
     # compare.
@@ -192,12 +191,6 @@ def load_config(args):
     return config, source
 
 
-def copy_of_config(name):
-    """Return a copy of a model's configuration, which the caller may change."""
-    config, _ = find_config(name)
-    return copy.deepcopy(config)
-
-
 def tokenizer_of(name):
     """Return the tokenizer of a model, or a stand-in if this machine has no copy of it."""
     with contextlib.suppress(Exception):
@@ -213,7 +206,6 @@ def tokenizer_of(name):
     return stand_in
 
 
-@functools.cache
 def find_config(name):
     """Return the configuration of a model and its source, without reading weights.
 

@@ -28,7 +28,7 @@ import transformers
 from framework_config import config_text
 from gpus import GPUS, gpu_kind, set_defaults
 from layouts import best_layouts, plan_of
-from report import GIB, checkpoint_text, cost_text, speed_text, text_of, verdict
+from report import GIB, checkpoint_text, cost_text, needs_text, speed_text, text_of, verdict
 from setting import UnsupportedModelError, bubble, setting_of
 from step_time import KERNELS, SPEEDS
 from training_step import at_least, fail, load_config, model_of, parse_training_args
@@ -277,9 +277,7 @@ def show_layouts(args, plan):
     print("assumed:", share or f"--kernels {args.kernels}", *speeds)
     print(checkpoint_text(args, plan["layouts"][0]))
     for layout in plan["layouts"]:
-        needs = [f"{text_of(layout[f'{name}_needs'])} per {name}" for name in ("gpu", "host")]
-        needs = ", ".join(needs).replace("gpu", "GPU")
-        print(f"\n{layout['way']}: {verdict(layout, sizes=True)}; {needs}")
+        print(f"\n{layout['way']}: {needs_text(layout)}")
         if layout["fits"]:
             print(f"{speed_text(args, layout)}\n{layout['command']}")
 
