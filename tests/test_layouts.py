@@ -27,8 +27,8 @@ from runs import (
 STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval-samples 10
     --checkpoint-every 99"""
 # The name of a layout has a chapter, a number of ranks, and splits. Each split is a name of this
-# table and a number. So 07-4-tp2-pp2 is chapter 07 on four ranks, in two stages, each of which
-# splits its layers over two ranks; in 07-4-pp2, two data-parallel ranks share the samples.
+# table and a number. So 07-4-tp2-pp2 is chapter 07 on four ranks: the model has two stages, and two
+# ranks split the layers of each stage. In 07-4-pp2, two data-parallel ranks share the samples.
 #
 # With `-b 2`, a stage receives the 8 samples of a step in 4 micro-batches, or 4 of these samples in
 # 2 micro-batches if two data-parallel ranks share the step.
