@@ -12,13 +12,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import benchmark, call, launch_command, script_of  # noqa: E402
-from plot import largest_difference, read_metrics  # noqa: E402
+from harness import benchmark, call, script_of  # noqa: E402
+from plot import largest_difference, read_metrics, series  # noqa: E402
 
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8
@@ -38,15 +36,12 @@ LAYOUTS = {
 
 
 def train(layout, run_dir):
-    """Train with a layout's chapter and flags; return the metrics and the final weights."""
+    """Train with a layout's chapter and flags; return the metrics and the file of the weights."""
     chapter, ranks, threads, flags = LAYOUTS[layout]
     command = [script_of(chapter), *RUN, *flags.split()]
     command += ["--save-dir", run_dir.parent, "-e", run_dir.name]
-    call(launch_command(ranks, command), OMP_NUM_THREADS=str(threads))
-    weights = {}
-    for file in (run_dir / "model").glob("*.safetensors"):
-        weights |= load_file(file)
-    return read_metrics(run_dir), weights
+    call(command, ranks, threads)
+    return read_metrics(run_dir), (run_dir / "model/model.safetensors").read_bytes()
 
 
 def resume_from_half(layout, run_dir):
@@ -59,14 +54,11 @@ def resume_from_half(layout, run_dir):
 
 def compare(one, other):
     """Return whether two results of train() have the same bits, and the largest loss difference."""
-    measured = [
-        [{name: row.get(name) for name in ("loss", "grad_norm", "val_loss")} for row in rows]
-        for rows, _ in (one, other)
-    ]
-    weights = one[1].keys() == other[1].keys()
-    weights = weights and all(one[1][name].equal(other[1][name]) for name in one[1])
-    difference = largest_difference({"one": one[0], "other": other[0]})
-    return {"identical": weights and measured[0] == measured[1], "difference": difference}
+    (rows, weights), (other_rows, other_weights) = one, other
+    names = ("loss", "grad_norm", "val_loss")
+    same_rows = all(series(rows, name) == series(other_rows, name) for name in names)
+    difference = largest_difference({"one": rows, "other": other_rows})
+    return {"identical": same_rows and weights == other_weights, "difference": difference}
 
 
 def in_words(comparison):
@@ -76,16 +68,16 @@ def in_words(comparison):
 
 def bits(args, folder):
     """Run each layout twice, and resume the second run; print three comparisons for each layout."""
-    rows, norm = [], None
+    norm = None
     for layout in dict.fromkeys(["01", *(args.layouts or LAYOUTS)]):
         first, second = (train(layout, folder / f"{layout}-{turn}") for turn in ("first", "second"))
         resumed = resume_from_half(layout, folder / f"{layout}-second")
         norm = norm or first
         pairs = {"twice": [first, second], "resumed": [first, resumed], "norm": [norm, first]}
-        rows.append({"layout": layout} | {name: compare(*pair) for name, pair in pairs.items()})
-        words = "  ".join(f"{name} {in_words(rows[-1][name])}" for name in pairs)
+        found = {name: compare(*pair) for name, pair in pairs.items()}
+        words = "  ".join(f"{name} {in_words(comparison)}" for name, comparison in found.items())
         print(f"{layout:20} {words}", flush=True)
-        yield {"rows": rows}
+        yield {"layout": layout} | found
 
 
 def add_flags(add):
@@ -94,4 +86,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, bits, add_flags, gpus=False)
+    benchmark(__doc__, bits, add_flags)
