@@ -69,20 +69,21 @@ def parser_of(docstring):
     return parser
 
 
-def benchmark(docstring, question, add_flags=lambda add: None, cases=(), in_rows=True):
+def benchmark(docstring, question, add_flags=lambda add: None, cases=(), gpus=True, in_rows=True):
     """Parse the flags, run the generator `question`, and write its results to the file of --output.
 
     `question` receives the arguments and a temporary folder, and yields rows. If `in_rows` is
     false, it yields dictionaries instead, and each of their entries becomes an entry of the file.
     `add_flags` declares the flags that only this benchmark has. If there are `cases`, the flag
-    --only selects cases to run.
+    --only selects cases to run. If `gpus` is false, the results do not depend on GPUs, so the file
+    names none.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
     if cases:
         choices = {"choices": cases, "default": list(cases), "metavar": "CASE"}
         parser.add_argument("--only", nargs="+", **choices, help="run only these cases")
-    args, machine, rows = parser.parse_args(), describe_machine(), []
+    args, machine, rows = parser.parse_args(), describe_machine(gpus), []
     with tempfile.TemporaryDirectory() as folder:
         for found in question(args, Path(folder)):
             rows.append(found)

@@ -86,4 +86,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, bits, add_flags)
+    benchmark(__doc__, bits, add_flags, gpus=False)

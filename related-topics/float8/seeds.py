@@ -89,4 +89,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, compare, add_flags)
+    benchmark(__doc__, compare, add_flags, gpus=False)

@@ -103,4 +103,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, rates, add_flags)
+    benchmark(__doc__, rates, add_flags, gpus=False)

@@ -81,4 +81,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, sizes, add_flags)
+    benchmark(__doc__, sizes, add_flags, gpus=False)
