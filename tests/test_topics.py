@@ -5,6 +5,7 @@ import json
 
 import nbformat
 import pytest
+import torch
 
 import harness
 import samples
@@ -28,15 +29,16 @@ def test_index_has_every_topic():
 
 # ---- determinism -----------------------------------------------------------------------------
 def test_bits_finds_one_flipped_bit():
-    bits = script("determinism/bits.py")
+    bits, weight = script("determinism/bits.py"), torch.tensor([1.0, 2.0])
     row = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "tokens_per_second": 7}
+    flipped = (weight.view(torch.int32) ^ 1).view(torch.float32)
     for changes, weights, expected in [
-        ({"tokens_per_second": 9}, b"\x10", "identical"),
-        ({}, b"\x11", "0.0e+00"),
-        ({"loss": 2.75}, b"\x10", "2.5e-01"),
+        ({"tokens_per_second": 9}, weight.clone(), "identical"),
+        ({}, flipped, "0.0e+00"),
+        ({"loss": 2.75}, weight, "2.5e-01"),
     ]:
-        found = bits.compare(([row], b"\x10"), ([row | changes], weights))
-        assert bits.in_words(found) == expected
+        pair = ([row], {"weight": weight}), ([row | changes], {"weight": weights})
+        assert bits.in_words(bits.compare(*pair)) == expected
 
 
 # ---- own architecture ------------------------------------------------------------------------
