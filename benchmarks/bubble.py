@@ -23,16 +23,11 @@ RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b
 
 
 class Sleep(torch.autograd.Function):
-    """Return a tensor unchanged, but call `work`, which sleeps, in its backward pass.
-
-    If `forward_name` is given, call `work` in the forward pass, too.
-    """
+    """Return a tensor unchanged, but call `work(name)`, which sleeps, in its backward pass."""
 
     @staticmethod
-    def forward(ctx, tensor, work, forward_name, backward_name):
-        ctx.work, ctx.name = work, backward_name
-        if forward_name:
-            work(forward_name)
+    def forward(ctx, tensor, work, name):
+        ctx.work, ctx.name = work, name
         return tensor.clone()
 
     @staticmethod
@@ -40,7 +35,7 @@ class Sleep(torch.autograd.Function):
         ctx.work(ctx.name)
         # A stage may send this gradient to a different rank, and torch sends only contiguous
         # tensors.
-        return gradient.contiguous(), None, None, None
+        return gradient.contiguous(), None, None
 
 
 class Stage(torch.nn.Module):
@@ -59,11 +54,12 @@ class Stage(torch.nn.Module):
         # Convert token ids, which the first stage receives, to numbers that can have gradients.
         if not received.is_floating_point():
             received = received.float()[..., None].requires_grad_()
-        hidden = Sleep.apply(received, self.work, "forward", "input gradient")
-        return hidden + Sleep.apply(self.weight, self.work, None, "weight gradient")
+        self.work("forward")
+        hidden = Sleep.apply(received, self.work, "input gradient")
+        return hidden + Sleep.apply(self.weight, self.work, "weight gradient")
 
 
-def take_step(chapter, name, micro_batches):
+def take_step(chapter, args, name, micro_batches):
     """Run two steps of the schedule `name`, and measure the second step.
 
     Return the duration of the second step in seconds, and the highest number of micro-batches that
@@ -72,9 +68,8 @@ def take_step(chapter, name, micro_batches):
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
     stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
-    args = {"pipeline_schedule": name, "num_stages": RANKS * passes, "precision": "fp32"}
-    args |= {"accumulation": micro_batches, "micro_batch_size": 1, "seq_length": 2}
-    args = SimpleNamespace(**args, tensor_parallel_size=1)
+    args.pipeline_schedule, args.num_stages = name, RANKS * passes
+    args.accumulation, args.micro_batch_size = micro_batches, 1
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=1), num_targets=1)
     model.loss_function = lambda hidden, ids: hidden.sum()
     schedule = chapter.build_schedule(args, model, stages, torch.device("cpu"), dist.group.WORLD)
@@ -103,7 +98,7 @@ def measure(chapter, args, device):
     rows = []
     for name, micro_batches in RUNS:
         found = [None] * RANKS
-        dist.all_gather_object(found, take_step(chapter, name, micro_batches))
+        dist.all_gather_object(found, take_step(chapter, args, name, micro_batches))
         slowest, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
         row = {"schedule": name, "micro_batches": micro_batches, "passes": passes}
         row["bubble"] = 1 - 3 * micro_batches * SECONDS / slowest
@@ -114,11 +109,10 @@ def measure(chapter, args, device):
 
 def bubble(args, folder):
     """Run the schedules of RUNS on RANKS ranks; print and yield a row of results for each run."""
-    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1"
-    rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
-    for row in rows:
+    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 --precision fp32 --seq-length 2"
+    for row in on_ranks(measure, "07", RANKS, folder, flags):
         show(row)
-    yield {"seconds": SECONDS, "rows": rows}
+        yield row
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from on_ranks import build, on_ranks
 CASES = {"one rank": (1, "gather")}
 for style, ranks in product(("gather", "ulysses"), (2, 4)):
     CASES[f"{style}, {ranks} ranks"] = (ranks, style)
-SAMPLES = 4
+SAMPLES, LENGTHS = 4, [256, 512, 1024, 2048]
 
 
 def storage_of(tensor):
@@ -55,29 +55,20 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count the bytes that each case keeps for the backward pass, at each sequence length.
-
-    After each case, yield the rows of all cases so far.
-    """
-    rows = []
+    """Count the bytes that each case keeps for the backward pass, at each sequence length."""
     for name in args.only:
         ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"
         # Start a new run for each length, because a rank builds its attention mask only once, for
         # one length.
         found = {
-            length: on_ranks(measure, "08", ranks, "tiny", folder, f"{flags} {length}")
-            for length in args.lengths
+            length: on_ranks(measure, "08", ranks, folder, f"{flags} {length}")
+            for length in LENGTHS
         }
-        rows.append({"case": name, "ranks": ranks, "style": style, "bytes": found})
-        print(rows[-1], flush=True)
-        yield {"samples": SAMPLES, "rows": rows}
-
-
-def add_flags(add):
-    """Declare the flags that only this benchmark has."""
-    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens per sample")
+        row = {"case": name, "ranks": ranks, "style": style, "bytes": found}
+        print(row, flush=True)
+        yield row
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, activations, add_flags, cases=CASES)
+    benchmark(__doc__, activations, cases=CASES)

@@ -8,46 +8,39 @@ same samples. The runs take turns, and a ratio compares two runs of the same rou
 """
 
 import os
-import sys
 from itertools import permutations
 from statistics import median
 
 import harness
-from on_ranks import BATCH, WINDOW, make_7m_llama, training_flags
-
-sys.path.append(str(harness.ROOT / "tools"))
-
+from on_ranks import BATCH, WINDOW, training_flags
 from plot import read_metrics
 
 RANKS = 2
 # Each chapter or framework trains ROUNDS times for STEPS steps. The first WINDOW steps are a
 # warm-up.
 ROUNDS, STEPS = 3, 30
+FRAMEWORKS = sorted((harness.ROOT / "alternative-frameworks").glob("*/train_llm.py"))
+CONTENDERS = {name: harness.script_of(name) for name in ("03", "04")}
+CONTENDERS |= {script.parent.name: script for script in FRAMEWORKS}
+CONTENDERS["deepspeed-zero-3"] = CONTENDERS["deepspeed"]
 
 
-def contenders(folder):
-    """Return the script and the additional flags of each chapter and framework, by name.
-
-    Also write a configuration file for DeepSpeed's ZeRO-3 to `folder`.
-    """
-    found = {name: (harness.script_of(name), []) for name in ("03", "04")}
-    for script in sorted((harness.ROOT / "alternative-frameworks").glob("*/train_llm.py")):
-        found[script.parent.name] = (script, [])
-    path = f"{folder}/zero-3.json"
+def write_zero_3(path):
+    """Write a configuration file for DeepSpeed's ZeRO-3."""
     line = f"--global-batch-size {BATCH} --batch-size {BATCH} --brief"
     line += f" --gpus-per-node {RANKS} --precision {harness.fast_precision()}"
     line += f" --write-config deepspeed {path}"
-    harness.call([sys.executable, harness.PLANNER, *line.split()])
-    return found | {"deepspeed-zero-3": (found["deepspeed"][0], ["--deepspeed-config", path])}
+    harness.call([harness.PLANNER, *line.split()])
 
 
-def run(script, flags, folder, run_name):
-    """Train with a script; return the run's median tokens per second and its peak memory in GiB."""
-    flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, STEPS), *flags]
-    command = harness.launch_command(RANKS, [script, *flags])
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
-    settings = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    harness.call(command, HF_HOME=f"{folder}/hf", **settings)
+def run(name, folder, run_name):
+    """Train with a contender; return the median of its tokens per second, and its peak GiB."""
+    flags = training_flags(folder, run_name, STEPS)
+    if name == "deepspeed-zero-3":
+        flags += ["--deepspeed-config", folder / "zero-3.json"]
+    threads = os.environ.get("OMP_NUM_THREADS", max(1, os.cpu_count() // RANKS))
+    settings = {"HF_HOME": f"{folder}/hf", "TOKENIZERS_PARALLELISM": "false"}
+    harness.call([CONTENDERS[name], *flags], RANKS, threads, **settings)
     # Leave out the rows of the first WINDOW steps, which are a warm-up.
     rows = [row for row in read_metrics(folder / run_name) if row["step"] > WINDOW]
     return {
@@ -62,29 +55,33 @@ def compare(rounds):
     Return the ratio in each round, and the median of these ratios.
     """
     found = {}
-    for name, chapter in permutations(rounds[0], 2):
-        for number in rounds[0][name] if chapter in ("03", "04") else ():
+    # A contender that fails is missing in the latest round.
+    for name, chapter in permutations(rounds[-1], 2):
+        for number in rounds[-1][name] if chapter in ("03", "04") else ():
             values = [runs[name][number] / runs[chapter][number] for runs in rounds]
             found[f"{name} / {chapter}, {number}"] = {"median": median(values), "rounds": values}
     return found
 
 
 def frameworks(args, folder):
-    """Train with one contender after the other; after each round, yield all ratios so far."""
-    make_7m_llama(folder / "llama")
-    everyone = contenders(folder)
+    """Train with one contender after the other; after each round, yield all ratios so far.
 
-    def measure(name, number):
-        return run(*everyone[name], folder, f"{name}-{number}")
-
-    for rounds in harness.take_turns(args.only or everyone, ROUNDS, measure):
+    If a contender fails, print its error, and continue without it.
+    """
+    write_zero_3(folder / "zero-3.json")
+    names, rounds = list(args.only), []
+    for number in range(1, ROUNDS + 1):
+        rounds.append({})
+        for name in list(names):
+            try:
+                rounds[-1][name] = run(name, folder, f"{name}-{number}")
+            except harness.Failed as error:
+                print(f"{error}\n{name}: failed; continuing without it", flush=True)
+                names.remove(name)
+            else:
+                print(f"round {number}: {name} {rounds[-1][name]}", flush=True)
         yield {"ratios": compare(rounds), "rounds": rounds}
 
 
-def add_flags(add):
-    """Declare the flags that only this benchmark has."""
-    add("--only", nargs="+", help="contenders, such as 03 deepspeed-zero-3")
-
-
 if __name__ == "__main__":
-    harness.benchmark(__doc__, frameworks, add_flags)
+    harness.benchmark(__doc__, frameworks, cases=CONTENDERS, in_rows=False)

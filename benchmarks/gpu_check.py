@@ -35,17 +35,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import harness
 from overhead import bare
 
-sys.path += [str(harness.ROOT / "tests/support"), str(harness.ROOT / "tools")]
+sys.path.append(str(harness.ROOT / "tests/support"))
 
 from families import MODERN, save_small_model
 from plot import largest_difference, read_metrics, rows_of
 
-CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09")
-FINE_TUNING = ("conversations", "lora")
-SCRIPTS = {chapter: harness.script_of(chapter) for chapter in CHAPTERS}
-SCRIPTS["float8"] = harness.ROOT / "related-topics/float8/train_llm.py"
-SCRIPTS |= {name: harness.ROOT / f"fine-tuning/{name}/train_llm.py" for name in FINE_TUNING}
-SCRIPTS["muon"] = harness.ROOT / "related-topics/muon/train_llm.py"
+CHAPTERS = ["01", "02", "03", "04", "05", "06", "07", "08", "09"]
+CHAPTERS += ["float8", "conversations", "lora", "muon"]
+FRAMEWORKS = ["accelerate", "trainer", "deepspeed"]
+SCRIPTS = {name: harness.script_of(name) for name in CHAPTERS + FRAMEWORKS}
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
@@ -282,7 +280,6 @@ def framework(bench, name, settings=""):
     if not importlib.util.find_spec(needed):
         raise Skip(f"{needed} is not installed")
     batch = f"--global-batch-size {math.lcm(8, bench.count)}"
-    script = [harness.ROOT / f"alternative-frameworks/{name}/train_llm.py"]
     runs = {}
     for precision in ("fp32", "bf16"):
         flags = f"--precision {precision}"
@@ -294,7 +291,7 @@ def framework(bench, name, settings=""):
             words += f" --write-config {name} {file}"
             bench.tool(f"config-{precision}", harness.PLANNER, *words.split())
             flags += f" --{name}-config {file}"
-        runs[precision] = (script, flags, bench.count)
+        runs[precision] = (name, flags, bench.count)
     follow(bench, "01", f"{TINY} {batch}", runs)
     return bench.judged({"difference, fp32": WITHIN, "difference, bf16": ROUGHLY})
 
@@ -355,20 +352,15 @@ def forbid_waits():
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def run_without_waits(bench, *launcher):
-    """Run chapter 01 in a process where forbid_waits() forbids waits; return the run's folder.
+def no_sync(bench, *launcher):
+    """Check that after the first step of chapter 01, no step makes the host wait for the GPU.
 
     `launcher` is the beginning of the command, such as a result of under_watched(), and may be
     empty.
     """
     flags = f"{TINY} --num-steps {NUM_FORBIDDEN} --log-every 1000 --eval-every 1000"
     command = [*launcher, *harness.words_of(forbid_waits), harness.script_of("01")]
-    return bench.wait(bench.train(command, f"{flags} --checkpoint-every 1000", ranks=0)).run_dir
-
-
-def no_sync(bench):
-    """Check that after the first step of chapter 01, no step makes the host wait for the GPU."""
-    run_without_waits(bench)
+    bench.wait(bench.train(command, f"{flags} --checkpoint-every 1000", ranks=0))
     return bench.judged({})
 
 
@@ -402,8 +394,8 @@ def under_watched(bench):
 
 def watched(bench):
     """Check that watched.py records its latest four checks, and makes no step wait for the GPU."""
-    run_dir = run_without_waits(bench, *under_watched(bench))
-    beat = json.loads((run_dir / "ranks/00000.json").read_text())
+    no_sync(bench, *under_watched(bench))
+    beat = json.loads((bench.folder / "train/run/ranks/00000.json").read_text())
     bench.numbers |= {"step": beat["step"], "looks": len(beat["checks"])}
     return bench.judged({"looks": (4, 4)}, str(beat["fault"] or ""))
 
@@ -468,8 +460,8 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
     of LARGE, and with `wide`, it trains WIDE. `beside` names one more earlier check to compare the
     speed with. `goals` maps the name of a number to its lowest and its highest allowed value.
     """
-    ranks = 1 if script in ("01", TRAINER) else bench.count
-    if script == TRAINER and not importlib.util.find_spec("accelerate"):
+    ranks = 1 if script in ("01", "trainer") else bench.count
+    if script == "trainer" and not importlib.util.find_spec("accelerate"):
         raise Skip("accelerate is not installed, and the Trainer needs it")
     model = mixture_model(bench) if mixture else f"{WIDE} num_hidden_layers=4" if wide else LARGE
     flags = f"{speed_flags(bench, ranks, model)} {flags}" + " --compile" * (how == "compiled")
@@ -485,7 +477,7 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
     # peak FLOP/s.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
     known = bench.session.rows
-    if script != TRAINER and not mixture and not wide:
+    if script != "trainer" and not mixture and not wide:
         bench.numbers |= ratios(known, measured / ranks, how)
     other = known.get(beside, {}).get("numbers", {})
     if "tokens/s" in other:
@@ -520,7 +512,7 @@ EIGHT_LAYERS = "--config num_hidden_layers=8"
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
 EIGHT = "--global-batch-size 8"
 FLEX = "--attention flex_attention"
-TRAINER = [harness.ROOT / "alternative-frameworks/trainer/train_llm.py"]
+PLANNED = ("01", "02", "04", "05", "conversations", "lora")
 TO_BARE = {"to bare": (0.95, math.inf)}
 SPEED_GOALS = TO_BARE | {"to trainer": (1.1, math.inf), "to matmul": (0.65, 1)}
 COMPILED = partial(speed, how="compiled")
@@ -531,11 +523,11 @@ TO_WIDE = {"to wide-05-compiled": (1, math.inf)}
 BESIDE_01 = {"mixture": True, "beside": "speed-mixture-01"}
 TO_01 = {"to mixture-01": (0.9, math.inf)}
 TOGETHER = {
-    **{f"parity-{name}": partial(parity, chapter=name) for name in SCRIPTS},
+    **{f"parity-{name}": partial(parity, chapter=name) for name in CHAPTERS},
     **{f"mixture-{n}": partial(parity, chapter=n, **MIXED) for n in ("01", "05", "09")},
     # Leave out LoRA: without --pretrained, it initializes frozen weights in bfloat16, so they would
     # differ from the float32 weights of the run on the CPU.
-    **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS if name != "lora"},
+    **{f"bf16-{n}": partial(parity, chapter=n, **BF16) for n in CHAPTERS if n != "lora"},
     "bf16-conversations-flex": partial(
         parity, chapter="conversations", own_flags=f"{BF16['own_flags']} {FLEX}", within=ROUGHLY
     ),
@@ -559,19 +551,17 @@ TOGETHER = {
     "resume-01": partial(resume, chapter="01"),
     "resume-05-async": partial(resume, chapter="05", flags="--checkpoint-async"),
     "resume-lora": partial(resume, chapter="lora"),
-    **{f"memory-{name}": partial(memory, chapter=name) for name in ("01", "02", "04", "05")},
+    **{f"memory-{name}": partial(memory, chapter=name) for name in PLANNED},
     "memory-05-offload": partial(memory, chapter="05", flags="--cpu-offload"),
     "memory-05-full": partial(memory, chapter="05", flags="--recompute full"),
     "memory-05-selective": partial(memory, chapter="05", flags="--recompute selective"),
-    "memory-conversations": partial(memory, chapter="conversations"),
-    "memory-lora": partial(memory, chapter="lora"),
     "watched": watched,
     **{f"fault-{name}": partial(fault, name=name) for name in KINDS},
 }
 ALONE = {
     "preflight": preflight,
     "speed-bare": speed_bare,
-    "speed-trainer": partial(speed, script=TRAINER),
+    "speed-trainer": partial(speed, script="trainer"),
     "speed-01-compiled": partial(COMPILED, script="01", goals=SPEED_GOALS),
     "speed-01": partial(speed, script="01"),
     "speed-04-compiled": partial(COMPILED, script="04"),

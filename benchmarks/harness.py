@@ -1,7 +1,7 @@
 """Share code between all benchmarks: describe the machine, keep results, run commands.
 
-Each benchmark is a short file with a *question*: a function that yields the results that it has so
-far. The harness keeps the latest results in a JSON file, with the machine, the versions and the
+Each benchmark is a short file with a *question*: a function that yields rows of results. After each
+row, the harness writes all rows so far to a JSON file, with the machine, the versions and the
 command.
 """
 
@@ -37,15 +37,18 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 # Stop a run after this number of seconds. The limit is high, because the first start of DeepSpeed
 # compiles for minutes.
 LONGEST = 1200
+# Let the benchmarks import the tools that read metrics.
+sys.path.append(str(ROOT / "tools"))
 
 
-def script_of(chapter):
-    """Return the path of a chapter's script."""
-    return next(ROOT.glob(f"{chapter}-*/train_llm.py"))
+def script_of(name):
+    """Return the path of a script by its chapter's number or by its folder, such as `float8`."""
+    paths = [*ROOT.glob(f"{name}-*/train_llm.py"), *ROOT.glob(f"*/{name}/train_llm.py")]
+    return paths[0]
 
 
 def load(script):
-    """Import a script as a module; `script` is a chapter's number or the path of a script."""
+    """Import a script as a module; `script` is a name for script_of() or the path of a script."""
     path = script if str(script).endswith(".py") else script_of(script)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -66,22 +69,25 @@ def parser_of(docstring):
     return parser
 
 
-def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=()):
+def benchmark(docstring, question, add_flags=lambda add: None, cases=(), gpus=True, in_rows=True):
     """Parse the flags, run the generator `question`, and write its results to the file of --output.
 
-    `question` receives the arguments and a temporary folder. `add_flags` declares the flags that
-    only this benchmark has. If there are `cases`, the flag --only selects cases to run. If `gpus`
-    is false, this process does not initialize CUDA, so `question` may fork.
+    `question` receives the arguments and a temporary folder, and yields rows. If `in_rows` is
+    false, it yields dictionaries instead, and each of their entries becomes an entry of the file.
+    `add_flags` declares the flags that only this benchmark has. If there are `cases`, the flag
+    --only selects cases to run. If `gpus` is false, the results do not depend on GPUs, so the file
+    names none.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
     if cases:
         choices = {"choices": cases, "default": list(cases), "metavar": "CASE"}
         parser.add_argument("--only", nargs="+", **choices, help="run only these cases")
-    args, machine = parser.parse_args(), describe_machine(gpus)
+    args, machine, rows = parser.parse_args(), describe_machine(gpus), []
     with tempfile.TemporaryDirectory() as folder:
-        for results in question(args, Path(folder)):
-            keep(args.output, machine, results)
+        for found in question(args, Path(folder)):
+            rows.append(found)
+            keep(args.output, machine, {"rows": rows} if in_rows else found)
 
 
 def show(row):
@@ -128,19 +134,15 @@ def describe_machine(gpus=True):
     }
 
 
-def in_rows(results):
-    """Format results as JSON, with each row, such as `results["rows"][0]`, on a line of its own."""
-    text = json.dumps(results, indent=1, ensure_ascii=False)
-    # Put each row on one line: join the lines of the row, which begin with three or more spaces,
-    # and its closing bracket, which follows two spaces.
-    return re.sub(r"\n {3,}|\n {2}(?=[]}])", " ", text)
-
-
 def keep(output, machine, results):
     """Add the machine and the results to the JSON file `output`, unless `output` is None."""
     if output:
         before = json.loads(output.read_text()) if output.exists() else {}
-        text = in_rows(before | {"machine": machine} | results)
+        results = before | {"machine": machine} | results
+        text = json.dumps(results, indent=1, ensure_ascii=False)
+        # Put each row, such as `results["rows"][0]`, on one line: join the lines of the row, which
+        # begin with three or more spaces, and its closing bracket, which follows two spaces.
+        text = re.sub(r"\n {3,}|\n {2}(?=[]}])", " ", text)
         output.with_suffix(".new").write_text(text + "\n")
         output.with_suffix(".new").replace(output)
 
@@ -181,12 +183,10 @@ class Job:
         """Kill the job's processes, including processes that torchrun has put into new sessions."""
         deadline = time.monotonic() + 10
         # A GPU driver may keep a killed process from ending, so stop trying after ten seconds.
-        while victims := self.living():
+        while (victims := self.living()) and time.monotonic() < deadline:
             for path in victims:
                 with suppress(OSError):
                     os.kill(int(path.name), signal.SIGKILL)
-            if time.monotonic() > deadline:
-                break
             time.sleep(0.01)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
@@ -201,53 +201,24 @@ class Job:
         return found
 
 
-def run(command, limit=LONGEST, **variables):
-    """Run a command; return its CompletedProcess, or raise Failed if it takes over `limit` seconds.
+def call(command, ranks=0, threads=1, **variables):
+    """Run a script with its arguments on `ranks` ranks; return the text that it prints to stdout.
 
-    Kill all processes that the command has left behind. Add `variables` to the environment of the
-    command.
+    If `ranks` is 0, run the script without torchrun. Each rank gets `threads` threads, and
+    `variables` in its environment. Raise Failed if the script fails, or takes over LONGEST seconds.
+    Kill all processes that the script has left behind.
     """
-    job = Job(command, **variables)
+    variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | variables
+    job = Job(launch_command(ranks, command), **variables)
     try:
-        output = job.process.communicate(timeout=limit)
+        output, log = job.process.communicate(timeout=LONGEST)
     except subprocess.TimeoutExpired:
-        raise Failed(f"{shlex.join(job.command)}: not done after {limit} s") from None
+        raise Failed(f"{shlex.join(job.command)}: not done after {LONGEST} s") from None
     finally:
         job.kill()
-    return subprocess.CompletedProcess(job.command, job.process.returncode, *output)
-
-
-def call(command, limit=LONGEST, **variables):
-    """Run a command; return its CompletedProcess, or raise Failed if the command fails."""
-    done = run(command, limit, **variables)
-    if done.returncode:
-        problem = f"{shlex.join(done.args)}: failed; read its output above"
-        raise Failed(f"{done.stdout}{done.stderr}\n{problem}")
-    return done
-
-
-def take_turns(names, rounds, measure):
-    """Call `measure(name, number)` for each name in each of `rounds` rounds.
-
-    After each round, yield a list of all rounds so far. A round maps each name to its result of
-    `measure`. On a shared machine, speeds vary, so compare only results of the same round. If
-    `measure` raises Failed for a name, drop this name from all rounds.
-    """
-    found, names = [], list(names)
-    for number in range(1, rounds + 1):
-        found.append({})
-        for name in list(names):
-            try:
-                found[-1][name] = measure(name, number)
-            except Failed as error:
-                print(f"{error}\n{name}: failed; continuing without it", flush=True)
-                names.remove(name)
-            else:
-                print(f"round {number}: {name} {found[-1][name]}", flush=True)
-        if not names:
-            raise Failed("all runs have failed; read their errors above")
-        found = [{name: runs[name] for name in names} for runs in found]
-        yield found
+    if job.process.returncode:
+        raise Failed(f"{output}{log}\n{shlex.join(job.command)}: failed; read its output above")
+    return output
 
 
 def main():

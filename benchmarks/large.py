@@ -111,9 +111,9 @@ def reading(args, folder):
     config = AutoConfig.from_pretrained(model)
     published = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     published.save_pretrained(model, max_shard_size="50MB")
-    rows, options = [], "--pretrained --seq-length 64 --global-batch-size 4"
+    rows, options = [], f"-m {model} --pretrained --seq-length 64 --global-batch-size 4"
     for ranks, chapter in product(args.ranks, ("04", "05")):
-        found = on_ranks(measure_reading, chapter, ranks, model, folder, options, **GIVE_BACK)
+        found = on_ranks(measure_reading, chapter, ranks, folder, options, **GIVE_BACK)
         rows.append({"chapter": chapter, "ranks": ranks} | found)
         show(rows[-1])
     return rows
@@ -122,8 +122,8 @@ def reading(args, folder):
 def saves(args, folder):
     """Measure how long chapter 05 stops training to save a checkpoint on two ranks."""
     model = make_model_folder(folder / "model", args.layers * 3 // 2, WIDTH)
-    options = "--seq-length 64 --global-batch-size 2"
-    found = on_ranks(measure_saves, "05", 2, model, folder, options)
+    options = f"-m {model} --seq-length 64 --global-batch-size 2"
+    found = on_ranks(measure_saves, "05", 2, folder, options)
     print(found, flush=True)
     return found
 
@@ -145,4 +145,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, large, add_flags)
+    benchmark(__doc__, large, add_flags, in_rows=False)

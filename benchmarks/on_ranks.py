@@ -4,28 +4,24 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.parallel import DistributedDataParallel
-from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, LlamaConfig
 
-from harness import fast_precision, launch_command, load, run, words_of
+from harness import call, fast_precision, load, words_of
 
 # A step of the 7M model trains on 8 samples of 256 tokens, and every tenth step logs a row.
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10
+# These flags give the model `tiny` 7 million weights.
+LLAMA_7M = """--config hidden_size=256 intermediate_size=704 num_hidden_layers=6 head_dim=64
+    vocab_size=4096"""
 
 
-def make_model_folder(
-    folder, layers, width, heads=None, kv=None, vocabulary=384, tied=False, tokenizer=None
-):
-    """Write a Llama's configuration and a tokenizer to a folder; return the folder.
-
-    The default tokenizer makes a token of each byte.
-    """
-    tokenizer = tokenizer or ByT5Tokenizer()
+def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384, tied=False):
+    """Write a Llama's configuration and a tokenizer of bytes to a folder; return the folder."""
+    tokenizer = ByT5Tokenizer()
     LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -42,50 +38,26 @@ def make_model_folder(
     return folder
 
 
-def make_7m_llama(folder):
-    """Write the configuration of a Llama with 7 million weights, and a tokenizer, to a folder.
-
-    Train the tokenizer on Python's documentation. Return the folder.
-    """
-    end, alphabet = "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
-    tokens = Tokenizer(models.BPE())
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    options = {"special_tokens": [end], "initial_alphabet": alphabet, "show_progress": False}
-    tokens.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=4096, **options))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=end)
-    return make_model_folder(folder, 6, 256, vocabulary=4096, tokenizer=tokenizer)
-
-
 def training_flags(folder, run_name, steps):
     """Return the flags that all compared runs of the 7M model share."""
     return f"""
-        --seq-length {SEQ_LENGTH} --precision {fast_precision()}
+        {LLAMA_7M} --seq-length {SEQ_LENGTH} --precision {fast_precision()}
         --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}
         --eval-samples {BATCH} --eval-every {steps} --checkpoint-every {steps}
         --save-dir {folder} --experiment-name {run_name}""".split()
 
 
-def torchrun(ranks, command, folder, threads=1, **variables):
-    """Run a script with its arguments on `ranks` ranks; return the CompletedProcess."""
-    settings = {"OMP_NUM_THREADS": str(threads), "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
-    return run(launch_command(ranks, command), **settings | variables)
-
-
-def on_ranks(work, chapter, ranks, model, folder, options, **settings):
+def on_ranks(work, chapter, ranks, folder, options, **settings):
     """Run `work(chapter, args, device)` on each rank; return the result of rank 0.
 
     `chapter` is the number of the chapter whose functions `work` calls, and `options` holds this
-    chapter's flags. `settings` holds keyword arguments of torchrun(): `threads`, or environment
+    chapter's flags. `settings` holds keyword arguments of call(): `threads`, or environment
     variables of the ranks.
     """
     result = Path(folder, "result.json")
-    result.unlink(missing_ok=True)
-    options = f"--model-name {model} --save-dir {folder} --device cpu {options}"
     _, *name = words_of(work)
-    command = [*words_of(work_on_rank), *name, chapter, result, *options.split()]
-    done = torchrun(ranks, command, folder, **settings)
-    if not result.exists():
-        sys.exit(f"{done.stdout}{done.stderr}\n{work.__name__}() failed; read its output above")
+    words = f"--save-dir {folder} --device cpu {options}".split()
+    call([*words_of(work_on_rank), *name, chapter, result, *words], ranks, **settings)
     return json.loads(result.read_text())
 
 

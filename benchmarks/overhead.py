@@ -19,16 +19,18 @@ import json
 import os
 import sys
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness import ROOT, benchmark, fast_precision, load, show
-from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
+from on_ranks import BATCH, LLAMA_7M, SEQ_LENGTH, build, on_ranks
 
 # A block has this number of steps. watched.py checks the weights every ten steps, and so exactly
 # once in each block.
@@ -44,14 +46,6 @@ GOAL = 1 / 0.97
 
 
 # ---- the bare loop ---------------------------------------------------------------------------
-def bare_model(script, args, config):
-    """Build the chapter's model without compiling it."""
-    compiled, args.compile = args.compile, False
-    model = script.build_model(args, config)
-    args.compile = compiled
-    return model
-
-
 def bare_loss(model, batch):
     """Return the mean next-token loss of a batch."""
     return model.loss_function(model(input_ids=batch, use_cache=False).logits, batch)
@@ -109,13 +103,11 @@ def shares_of(args, device, steps):
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
-    shares = {name: [] for name in reversed(names)}
     # Leave out blocks 0 and 1, which are a warm-up. So block 3 is the first block that has two
     # usable neighbors.
-    for block in range(3, len(blocks) - 1):
-        neighbors = fmean([blocks[block - 1], blocks[block + 1]])
-        shares[names[block % 2]].append(blocks[block] / neighbors)
-    return shares
+    times = np.array(blocks[2:])
+    shares = 2 * times[1:-1] / (times[:-2] + times[2:])
+    return {names[1]: shares[::2].tolist(), names[0]: shares[1::2].tolist()}
 
 
 def measure_chapter(chapter, args, device):
@@ -124,7 +116,8 @@ def measure_chapter(chapter, args, device):
     Return the result of shares_of().
     """
     model, _, optimizer, samples = build(chapter, args, device)
-    bare = bare_model(chapter, args, model.config).to(device)
+    uncompiled = Namespace(**vars(args) | {"compile": False})
+    bare = chapter.build_model(uncompiled, model.config).to(device)
     loss_of = torch.compile(bare_loss) if args.compile else bare_loss
     bare_optimizer = chapter.build_optimizer(args, bare)
     batch = chapter.batch_at(args, samples, 1, 0, device)
@@ -228,15 +221,15 @@ MEASURES = {"chapter": measure_chapter, "watched": measure_watched, "loss": meas
 
 def overhead(args, folder):
     """Run the measurement `args.what`; exit with status 1 if chapter 01 is slower than its goal."""
-    is_loss, model = args.what == "loss", make_7m_llama(folder / "llama")
+    is_loss = args.what == "loss"
     length, precision = (SHORT, "fp32") if is_loss else (SEQ_LENGTH, fast_precision())
-    flags = f"--seq-length {length} --precision {precision} --global-batch-size {BATCH}"
-    flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"
-    work = MEASURES[args.what]
-    chapter = "05" if is_loss else "01"
-    found = on_ranks(work, chapter, 1, model, folder, flags, threads=os.cpu_count())
+    flags = f"{LLAMA_7M} --seq-length {length} --precision {precision} --device auto"
+    flags += f" --global-batch-size {BATCH} --num-steps {args.blocks * BLOCK}"
+    flags += " --compile" * args.compile
+    work, chapter = MEASURES[args.what], "05" if is_loss else "01"
+    found = on_ranks(work, chapter, 1, folder, flags, threads=os.cpu_count())
     if is_loss:
-        show(found)
+        print(found, flush=True)
         yield found
         return
     show({name: median(shares) for name, shares in found.items()})
@@ -253,4 +246,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, overhead, add_flags)
+    benchmark(__doc__, overhead, add_flags, in_rows=False)

@@ -10,13 +10,12 @@ flags.
 """
 
 import json
-import sys
 
 from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from harness import PLANNER, benchmark, run, show
+from harness import PLANNER, benchmark, call, show
 from on_ranks import build, make_model_folder, on_ranks
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
@@ -137,11 +136,11 @@ def compare(case, folder):
     The row also has the planned peak divided by the measured peak.
     """
     chapter, ranks, changes, flags = CASES[case]
-    model, options = make_model_folder(f"{folder}/model", **(SMALL | changes)), f"{COMMON} {flags}"
-    measured = on_ranks(measure, chapter, ranks, model, folder, options)
-    command = [sys.executable, PLANNER, "--json", "--model-name", model, "--chapter", chapter]
-    done = run([*command, "--gpus-per-node", ranks, *options.split()])
-    plan = json.loads(done.stdout)["asked"]
+    model = make_model_folder(folder / "model", **(SMALL | changes))
+    options = f"--model-name {model} {COMMON} {flags}"
+    measured = on_ranks(measure, chapter, ranks, folder, options)
+    words = f"--json --chapter {chapter} --gpus-per-node {ranks} {options}"
+    plan = json.loads(call([PLANNER, *words.split()]))["asked"]
     row = {"case": case, "ranks": ranks, "flags": flags, "measured": measured}
     row["planned"] = plan["state"] | {"peak": plan["gpu_total"]}
     row["when"] = plan["gpu_when"]
@@ -150,12 +149,11 @@ def compare(case, folder):
 
 
 def memory(args, folder):
-    """Compare measured and planned memory for each case; after each case, yield all rows so far."""
-    rows = []
+    """Compare the measured memory of each case with the planned memory; yield a row per case."""
     for case in args.only:
-        rows.append(compare(case, folder / str(len(rows))))
-        show(rows[-1])
-        yield {"rows": rows}
+        row = compare(case, folder / case.replace(" ", "-"))
+        show(row)
+        yield row
 
 
 if __name__ == "__main__":

@@ -16,13 +16,11 @@ copies from and to the host count as compute. Each microsecond counts in only on
 --trace keeps the traces for https://ui.perfetto.dev.
 """
 
-import functools
 import json
+import math
 import os
-import shutil
 import sys
 from contextlib import ExitStack, contextmanager
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -32,11 +30,11 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function
 
 import harness
-from on_ranks import BATCH, WINDOW, make_7m_llama, training_flags
+from on_ranks import BATCH, WINDOW, training_flags
 
-SCRIPTS = {path.parent.name[:2]: path for path in sorted(harness.ROOT.glob("0*/train_llm.py"))}
+CHAPTERS = sorted(folder.name[:2] for folder in harness.ROOT.glob("0*-*"))
 PARTS = ("compute", "exposed", "data", "host", "hidden")
-OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## Call Compiled")
+OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer")
 
 
 # ---- a rank's trace --------------------------------------------------------------------------
@@ -106,14 +104,7 @@ def tails_of(events):
 
 def mark(owner, function, name):
     """Replace a function of `owner`, so that the profiler records each of its calls as `name`."""
-    work = getattr(owner, function)
-
-    @functools.wraps(work)
-    def marked_work(*args, **options):
-        with record_function(name):
-            return work(*args, **options)
-
-    setattr(owner, function, marked_work)
+    setattr(owner, function, record_function(name)(getattr(owner, function)))
 
 
 @contextmanager
@@ -126,14 +117,13 @@ def traced_window(path):
             dist.barrier()
         with record_function("window"):
             yield
-    profiler.export_chrome_trace(str(path))
+    profiler.export_chrome_trace(path)
 
 
 def trace_steps():
     """Run a chapter's script with its arguments, and trace its steps after the warm-up."""
-    folder = Path(sys.argv.pop(1))
+    path = f"{sys.argv.pop(1)}-rank{os.environ.get('RANK', '0')}.json"
     chapter, window = harness.load(sys.argv.pop(1)), ExitStack()
-    path = folder / f"rank{os.environ.get('RANK', '0')}.json"
 
     def traced_step(args, model, optimizer, train_set, step, device):
         if step == WINDOW + 1:
@@ -159,44 +149,27 @@ def trace_steps():
 # ---- all runs --------------------------------------------------------------------------------
 
 
-def most_ranks():
-    """Return the largest divisor of BATCH up to the number of GPUs, or up to 2 without a GPU."""
-    devices = torch.cuda.device_count() or 2
-    return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
-
-
-def run(script, ranks, folder, num_traced, *more):
-    """Run a script with additional flags `more`; return the result of parts_of() for each rank."""
-    folder.mkdir(parents=True, exist_ok=True)
-    flags = [*training_flags(folder, "run", WINDOW + num_traced + 1), *more]
-    command = [*harness.words_of(trace_steps), folder, script, *flags]
-    command = harness.launch_command(0 if "01" in script.parent.name else ranks, command)
+def where(args, folder):
+    """Trace each chapter; yield a row per chapter: each part's share of the time of the steps."""
+    traces = args.trace or folder
+    traces.mkdir(parents=True, exist_ok=True)
+    # Use all GPUs, or two ranks without a GPU; BATCH must be divisible by the number of ranks.
+    most_ranks = math.gcd(BATCH, torch.cuda.device_count() or 2)
     # Give a rank the same number of threads in every chapter, even in chapter 01, which has only
     # one rank, so that the chapters' speeds are comparable.
-    harness.call(command, OMP_NUM_THREADS=str(max(1, os.cpu_count() // most_ranks())))
-    return [parts_of(folder / f"rank{rank}.json") for rank in range(ranks)]
-
-
-def where(args, folder):
-    """Trace each chapter with and without --compile.
-
-    After each run, yield the rows of all runs so far: each part's share of the time of the steps.
-    """
-    rows, model = [], make_7m_llama(folder / "llama")
-    for chapter, compiled in product(args.only, (False, True)):
-        flags = ["--model-name", model, *["--compile"] * compiled]
-        name, ranks = f"{chapter}{'-compiled' * compiled}", 1 if chapter == "01" else most_ranks()
-        by_rank = run(SCRIPTS[chapter], ranks, folder / name, args.steps, *flags)
-        row = {"chapter": chapter, "compiled": compiled, "ranks": ranks}
+    threads = max(1, os.cpu_count() // most_ranks)
+    for chapter in args.only:
+        ranks = 0 if chapter == "01" else most_ranks
+        flags = training_flags(folder, chapter, WINDOW + args.steps + 1)
+        command = [*harness.words_of(trace_steps), traces / chapter, chapter, *flags]
+        harness.call(command, ranks, threads)
+        by_rank = [parts_of(traces / f"{chapter}-rank{rank}.json") for rank in range(ranks or 1)]
+        row = {"chapter": chapter, "ranks": ranks or 1}
         row["step_seconds"] = fmean(seconds["step"] for seconds in by_rank) / args.steps
         for part in PARTS:
             row[part] = fmean(seconds[part] / seconds["step"] for seconds in by_rank)
-        rows.append(row)
-        harness.show(rows[-1])
-        yield {"rows": rows}
-        for trace in (folder / name).glob("rank*.json") if args.trace else ():
-            args.trace.mkdir(parents=True, exist_ok=True)
-            shutil.copy(trace, args.trace / f"{name}-{trace.name}")
+        harness.show(row)
+        yield row
 
 
 def add_flags(add):
@@ -206,4 +179,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    harness.benchmark(__doc__, where, add_flags, cases=SCRIPTS)
+    harness.benchmark(__doc__, where, add_flags, cases=CHAPTERS)

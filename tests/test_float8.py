@@ -1,8 +1,6 @@
 """Test that products in float8 are right, and that losses hardly depend on them or the layout."""
 
-import copy
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -60,10 +58,14 @@ def three_products(inputs, weight, grad):
 
 @pytest.mark.parametrize("precision, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 def test_products_equal_the_products_of_rounded_values(script, precision, limit):
-    """Allow the error of one rounding, because each result is rounded to `precision`."""
+    """Allow the error of one rounding, because each result is rounded to `precision`.
+
+    The inputs and the gradient are transposed, as in attention, so their rows are not contiguous.
+    """
     torch.manual_seed(0)
-    inputs = torch.randn(2, 64, 128, dtype=precision, requires_grad=True)
-    linear, grad = torch.nn.Linear(128, 96, dtype=precision), torch.randn(128, 96, dtype=precision)
+    inputs = torch.randn(2, 128, 64, dtype=precision).mT.requires_grad_()
+    linear = torch.nn.Linear(128, 96, dtype=precision)
+    grad = torch.randn(96, 128, dtype=precision).mT
     linear.__class__ = script.Float8Linear
     linear.bias.data.zero_()
     outputs = linear(inputs).flatten(0, 1)
@@ -80,69 +82,20 @@ def test_products_equal_the_products_of_rounded_values(script, precision, limit)
     assert distance(linear.bias.grad, grad.double().sum(0)) < limit
 
 
-def model_in_float8(script, models):
-    """Return a small model with random weights, whose layers multiply in float8."""
+def gradients_of_layer(script, models, is_compiled):
+    """Return the output of a layer in float8, and the gradients of its input and its weights."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(models / "llama", initializer_range=0.1)
     model = AutoModelForCausalLM.from_config(config)
     script.use_float8(parse(script, *SHORT), model)
-    return model
-
-
-def gradients_of_layer(script, model, change=lambda linear: None, is_compiled=False):
-    """Apply `change` to the float8 modules in a copy of the model's first layer.
-
-    Return the output of this layer, and the gradients of its input and its weights.
-    """
-    torch.manual_seed(0)
-    layer = copy.deepcopy(script.layers_of(model)[0])
-    for module in layer.modules():
-        if type(module) is script.Float8Linear:
-            change(module)
+    layer = script.layers_of(model)[0]
     if is_compiled:
         layer.compile(backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True)
-    hidden = torch.randn(2, 32, model.config.hidden_size, requires_grad=True)
+    hidden = torch.randn(2, 32, config.hidden_size, requires_grad=True)
     positions = model.model.rotary_emb(hidden, torch.arange(32)[None])
     output = layer(hidden, position_embeddings=positions)
     output.backward(torch.randn_like(output))
     return [output, hidden.grad, *(weight.grad for weight in layer.parameters())]
-
-
-def emulate(script, module):
-    """Let a module round its factors to float8, and multiply them in float64."""
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *factors):
-            inputs, weight = (rounded(script, factor) for factor in factors)
-            ctx.save_for_backward(inputs, weight)
-            return (inputs @ weight.T).float()
-
-        @staticmethod
-        def backward(ctx, grad):
-            grad = rounded(script, grad.flatten(0, -2), torch.float8_e5m2)
-            inputs, weight = ctx.saved_tensors
-            shape = *inputs.shape[:-1], weight.shape[1]
-            return (grad @ weight).view(shape).float(), (grad.T @ inputs.flatten(0, -2)).float()
-
-    module.forward = lambda inputs: Product.apply(inputs, module.weight)
-
-
-def use_float32(module):
-    """Let a module multiply in float32 again, as it did before use_float8()."""
-    module.__class__ = torch.nn.Linear
-
-
-def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
-    """Allow small differences, because a value between two float8 values may round up or down."""
-    model = model_in_float8(script, models)
-    found = gradients_of_layer(script, model)
-    emulated = gradients_of_layer(script, model, partial(emulate, script))
-    exact = gradients_of_layer(script, model, use_float32)
-    assert len(found) == 2 + 9
-    for number, tensor in enumerate(found):
-        assert distance(tensor, emulated[number].double()) < 0.01
-        assert 0.01 < distance(tensor, exact[number].double()) < 0.3
 
 
 def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
@@ -150,11 +103,9 @@ def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
 
     Generate no code, because compiling the generated C++ would take a minute.
     """
-    model = model_in_float8(script, models)
-    eager, compiled = (
-        gradients_of_layer(script, model, is_compiled=is_compiled) for is_compiled in (False, True)
-    )
-    for tensor, expected in zip(compiled, eager, strict=True):
+    found = gradients_of_layer(script, models, is_compiled=True)
+    eager = gradients_of_layer(script, models, is_compiled=False)
+    for tensor, expected in zip(found, eager, strict=True):
         assert distance(tensor, expected.double()) < 0.01
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SCRIPTS, metrics
-from on_ranks import make_model_folder, torchrun
+from harness import call
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 63, 1024])
@@ -52,12 +52,12 @@ def test_head_computes_its_logits_once(load, monkeypatch):
 @pytest.mark.exhaustive
 def test_model_too_large_for_chapter_04_trains_in_chapter_05(tmp_path):
     """Check that each of two ranks needs more than 3 GiB in chapter 04, but not in chapter 05."""
-    model, peaks = make_model_folder(tmp_path / "model", 16, 512, vocabulary=16_384), {}
-    for chapter, more in (("04", []), ("05", ["--recompute", "full"])):
-        args = ["--device", "cpu", "-s", 512, "--global-batch-size", 8, "-b", 4, "--num-steps", 2]
-        args += ["--log-every", 1, "--checkpoint-every", 99, "--eval-every", 99]
-        args += ["--eval-samples", 4, "-m", model, "--save-dir", tmp_path, "-e", chapter]
-        done = torchrun(2, [SCRIPTS[chapter], *args, *more], tmp_path)
-        assert done.returncode == 0, done.stderr
+    peaks = {}
+    for chapter, more in (("04", ""), ("05", "--recompute full")):
+        words = f"""{more} --config num_hidden_layers=16 hidden_size=512 intermediate_size=1408
+            num_attention_heads=8 num_key_value_heads=8 head_dim=64 vocab_size=16384
+            --device cpu -s 512 --global-batch-size 8 -b 4 --num-steps 2 --log-every 1
+            --checkpoint-every 99 --eval-every 99 --eval-samples 4 --save-dir {tmp_path}"""
+        call([SCRIPTS[chapter], *words.split(), "-e", chapter], ranks=2)
         peaks[chapter] = metrics(tmp_path / chapter)[2]["peak_memory_gib"]
     assert peaks["05"] <= 3 < peaks["04"]

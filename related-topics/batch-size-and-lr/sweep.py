@@ -46,19 +46,14 @@ def train(samples, batch, lr, seed):
     return None if optimizer.found_inf else chapter.evaluate(args, model, held_out, device)
 
 
-def sweep(args, cells, rows):
-    """Train at each (batch size, rate) in `cells` that has no row in `rows` yet.
-
-    Append a row with the validation loss for each seed.
-    """
-    known = {(row["batch"], row["lr"]) for row in rows}
-    new_cells = [cell for cell in cells if cell not in known]
-    for seed, (batch, lr) in product(range(args.seeds), new_cells):
+def sweep(args, cells):
+    """Train with each seed at each (batch size, rate) in `cells`; yield a row for each run."""
+    for seed, (batch, lr) in product(range(args.seeds), cells):
         row = {"samples": args.samples, "batch": batch, "lr": lr, "seed": seed}
         row["val_loss"] = train(**row)
-        rows.append(row)
         loss = "diverged" if row["val_loss"] is None else f"val_loss {row['val_loss']:.4f}"
         print(f"batch {batch:<4} steps {args.samples // batch:<5} lr {lr:<7g} {loss}", flush=True)
+        yield row
 
 
 def losses_of(rows):
@@ -92,20 +87,21 @@ def scaled(losses):
 
 def batch_sizes(args, folder):
     """Train each batch size at each rate and at the rules' rates; print the losses of each rule."""
-    rows = []
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
             problem = f"not divisible by a batch of {size}"
             fail(f"--samples {args.samples}: {problem}; choose a multiple of {size}")
     datasets.disable_progress_bars()
-    sweep(args, list(product(sorted(args.batch_sizes), args.lrs)), rows)
+    cells = list(product(sorted(args.batch_sizes), args.lrs))
+    rows = list(sweep(args, cells))
     by_rule = scaled(losses_of(rows))
-    sweep(args, [cell for rates in by_rule.values() for cell in rates.items()], rows)
+    scaled_cells = [cell for rates in by_rule.values() for cell in rates.items()]
+    rows += sweep(args, [cell for cell in scaled_cells if cell not in cells])
     losses = losses_of(rows)
     for rule, rates in by_rule.items():
         words = "  ".join(f"{batch}: {losses[batch][lr]:.4f}" for batch, lr in rates.items())
         print(f"{rule:14} {words}")
-    yield {"rows": rows}
+    yield from rows
 
 
 def add_flags(add):

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import benchmark, call, launch_command, script_of  # noqa: E402
-from plot import largest_difference, read_metrics  # noqa: E402
+from harness import benchmark, call, script_of  # noqa: E402
+from plot import largest_difference, read_metrics, series  # noqa: E402
 
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8
@@ -42,7 +42,7 @@ def train(layout, run_dir):
     chapter, ranks, threads, flags = LAYOUTS[layout]
     command = [script_of(chapter), *RUN, *flags.split()]
     command += ["--save-dir", run_dir.parent, "-e", run_dir.name]
-    call(launch_command(ranks, command), OMP_NUM_THREADS=str(threads))
+    call(command, ranks, threads)
     weights = {}
     for file in (run_dir / "model").glob("*.safetensors"):
         weights |= load_file(file)
@@ -59,14 +59,13 @@ def resume_from_half(layout, run_dir):
 
 def compare(one, other):
     """Return whether two results of train() have the same bits, and the largest loss difference."""
-    measured = [
-        [{name: row.get(name) for name in ("loss", "grad_norm", "val_loss")} for row in rows]
-        for rows, _ in (one, other)
-    ]
-    weights = one[1].keys() == other[1].keys()
-    weights = weights and all(one[1][name].equal(other[1][name]) for name in one[1])
-    difference = largest_difference({"one": one[0], "other": other[0]})
-    return {"identical": weights and measured[0] == measured[1], "difference": difference}
+    (rows, weights), (other_rows, other_weights) = one, other
+    names = ("loss", "grad_norm", "val_loss")
+    identical = all(series(rows, name) == series(other_rows, name) for name in names)
+    identical = identical and weights.keys() == other_weights.keys()
+    identical = identical and all(weights[name].equal(other_weights[name]) for name in weights)
+    difference = largest_difference({"one": rows, "other": other_rows})
+    return {"identical": identical, "difference": difference}
 
 
 def in_words(comparison):
@@ -76,16 +75,16 @@ def in_words(comparison):
 
 def bits(args, folder):
     """Run each layout twice, and resume the second run; print three comparisons for each layout."""
-    rows, norm = [], None
+    norm = None
     for layout in dict.fromkeys(["01", *(args.layouts or LAYOUTS)]):
         first, second = (train(layout, folder / f"{layout}-{turn}") for turn in ("first", "second"))
         resumed = resume_from_half(layout, folder / f"{layout}-second")
         norm = norm or first
         pairs = {"twice": [first, second], "resumed": [first, resumed], "norm": [norm, first]}
-        rows.append({"layout": layout} | {name: compare(*pair) for name, pair in pairs.items()})
-        words = "  ".join(f"{name} {in_words(rows[-1][name])}" for name in pairs)
+        found = {name: compare(*pair) for name, pair in pairs.items()}
+        words = "  ".join(f"{name} {in_words(comparison)}" for name, comparison in found.items())
         print(f"{layout:20} {words}", flush=True)
-        yield {"rows": rows}
+        yield {"layout": layout} | found
 
 
 def add_flags(add):

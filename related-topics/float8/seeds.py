@@ -6,7 +6,6 @@ Ours:  python related-topics/float8/seeds.py --seeds 6 --output benchmarks/resul
 Each run trains for 20 steps of 512 tokens, on 1, 2 or 4 ranks with CPUs.
 """
 
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -14,9 +13,10 @@ from pathlib import Path
 from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import benchmark, call, launch_command  # noqa: E402
+from harness import benchmark, call, script_of  # noqa: E402
+from plot import read_metrics  # noqa: E402
 
 SETTINGS = """--device cpu --seq-length 64 --global-batch-size 8 --num-steps 20 --log-every 1
     --eval-every 20 --eval-samples 64 --checkpoint-every 20"""
@@ -38,12 +38,11 @@ def train(folder, cell):
     The row has the last validation loss, and the losses and the gradient norms of all steps.
     """
     seed, (precision, ranks) = cell
-    words = f"{SETTINGS} {PRECISIONS[precision]} --seed {seed} --save-dir {folder}"
-    words += f" -e {precision}-{ranks}-{seed}"
-    script = ROOT / "related-topics/float8/train_llm.py"
-    call(launch_command(ranks, [script, *words.split()]), OMP_NUM_THREADS="1")
-    lines = (folder / words.split()[-1] / "metrics.jsonl").read_text().splitlines()
-    _, *steps = map(json.loads, lines)
+    name = f"{precision}-{ranks}-{seed}"
+    words = f"{SETTINGS} {PRECISIONS[precision]} --seed {seed} --save-dir {folder} -e {name}"
+    call([script_of("float8"), *words.split()], ranks)
+    # Leave out the row of step 0, which has no loss.
+    steps = read_metrics(folder / name)[1:]
     row = {"seed": seed, "precision": precision, "ranks": ranks, "val_loss": steps[-1]["val_loss"]}
     print(f"{precision:7}  {ranks} ranks  seed {seed}  val_loss {row['val_loss']:.4f}", flush=True)
     return row | {name: [step[name] for step in steps] for name in ("loss", "grad_norm")}
@@ -67,9 +66,8 @@ def differences(rows):
             val_loss = abs(first["val_loss"] - second["val_loss"])
             worst = max(zip(steps, first["grad_norm"], strict=True))
             apart.append((val_loss, fmean(steps), worst))
-        val_losses, means, worst = zip(*apart, strict=True)
-        step, norm = max(worst)
-        found[name] = {"val_loss": max(val_losses), "mean": max(means), "step": step, "norm": norm}
+        val_loss, mean, (step, norm) = map(max, zip(*apart, strict=True))
+        found[name] = {"val_loss": val_loss, "mean": mean, "step": step, "norm": norm}
     return found
 
 
@@ -80,7 +78,7 @@ def compare(args, folder):
         cells = product(range(args.seeds), RUNS)
         for row in pool.map(lambda cell: train(folder, cell), cells):
             rows.append(row)
-            yield {"rows": rows}
+            yield row
     for name, row in differences(rows).items():
         print(f"{name}: {', '.join(f'{key} {value:.4f}' for key, value in row.items())}")
 

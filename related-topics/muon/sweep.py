@@ -7,7 +7,6 @@ AdamW trains in chapter 04, and Muon in this folder's script, each on one device
 complete schedule: a warm-up of a tenth of its steps, and then the decay.
 """
 
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -17,9 +16,10 @@ from statistics import fmean
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import Failed, benchmark, call, launch_command  # noqa: E402
+from harness import Failed, benchmark, call, script_of  # noqa: E402
+from plot import read_metrics, series  # noqa: E402
 
-SCRIPTS = {"AdamW": "04-fsdp/train_llm.py", "Muon": "related-topics/muon/train_llm.py"}
+SCRIPTS = {"AdamW": script_of("04"), "Muon": script_of("muon")}
 SETTINGS = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 16 --batch-size 16
     --eval-samples 128 --checkpoint-every 1000000"""
 
@@ -35,15 +35,13 @@ def train(folder, steps, cell):
         --seed {seed} --eval-every {max(1, steps // 10)} --save-dir {folder} -e {name}"""
     row = {"optimizer": optimizer, "lr": lr, "seed": seed, "val_losses": None}
     try:
-        call(launch_command(1, [ROOT / SCRIPTS[optimizer], *words.split()]), OMP_NUM_THREADS="1")
+        call([SCRIPTS[optimizer], *words.split()], ranks=1)
     except Failed as error:
         if "was not finite" not in str(error):
             raise
     else:
-        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-        losses = {line["step"]: line.get("val_loss") for line in map(json.loads, lines)}
-        row["val_losses"] = {str(step): loss for step, loss in losses.items() if loss is not None}
-    last = f"val_loss {row['val_losses'][str(steps)]:.4f}" if row["val_losses"] else "diverged"
+        row["val_losses"] = dict(zip(*series(read_metrics(folder / name), "val_loss"), strict=True))
+    last = f"val_loss {row['val_losses'][steps]:.4f}" if row["val_losses"] else "diverged"
     print(f"{optimizer:5}  lr {lr:<6g}  seed {seed}  {last}", flush=True)
     return row
 
@@ -85,18 +83,12 @@ def first_step(curve, loss):
 
 
 def rates(args, folder):
-    """Train both optimizers at all rates, two runs at a time; print each optimizer's best rate.
-
-    Keep the rows that the file of --output already has, and train only for the missing rows.
-    """
-    is_old = args.output and args.output.exists()
-    rows = json.loads(args.output.read_text())["rows"] if is_old else []
-    known = [(row["seed"], row["optimizer"], row["lr"]) for row in rows]
-    cells = [cell for cell in product(range(args.seeds), SCRIPTS, args.lrs) if cell not in known]
+    """Train both optimizers at all rates, two runs at a time; print each optimizer's best rate."""
+    rows, cells = [], product(range(args.seeds), SCRIPTS, args.lrs)
     with ThreadPoolExecutor(2) as pool:
         for row in pool.map(lambda cell: train(folder, args.steps, cell), cells):
             rows.append(row)
-            yield {"rows": rows}
+            yield row
     for optimizer, by_rate in curves_of(rows).items():
         best = best_of(by_rate)
         print(f"{optimizer:5}  best rate {best:g}  val_loss {by_rate[best][args.steps]:.4f}")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools"), str(ROOT / "tools/planner")]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools/planner")]
 
 from harness import benchmark  # noqa: E402
 
@@ -72,7 +72,7 @@ def sizes(args, folder):
     if args.size:
         print(*config_of(args.size))
     else:
-        yield {"rows": [needs_of(size) for size in SHAPES]}
+        yield from map(needs_of, SHAPES)
 
 
 def add_flags(add):
