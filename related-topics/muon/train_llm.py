@@ -432,7 +432,7 @@ def shard(args, model, device):
         "shard_placement_fn": functools.partial(placement_of, mesh["shard"].size()),
     }
     layers = layers_of(model)
-    # FSDP: shard inner layers first. In the list, a layer stands before the layers inside it.
+    # FSDP: in a few models, a layer contains other layers, which must be sharded first.
     for layer in reversed(layers):
         # FSDP: keep the last layer gathered, because it is the first in the backward pass.
         reshard = args.reshard_after_forward and layer is not layers[-1]
