@@ -21,6 +21,7 @@ import preparing
 from chats import (
     TEMPLATES,
     conversations,
+    copy_with_template,
     distances,
     documents_of_step,
     expected_documents,
@@ -78,9 +79,7 @@ def flex_on_cpu(monkeypatch):
 def test_packed_gradient_equals_one_conversation_at_a_time(
     chapter, layout_models, tmp_path, flex_on_cpu, family, template, batch_size, attention
 ):
-    folder = shutil.copytree(layout_models / family, tmp_path / family)
-    if TEMPLATES[template]:
-        (folder / "chat_template.jinja").write_text(TEMPLATES[template])
+    folder = copy_with_template(layout_models / family, tmp_path, template)
     words = ["-m", folder, "-d", prepare_conversations(tmp_path, model=folder)]
     words += ["-b", batch_size, "--attention", attention]
     words += ["--config", "sliding_window=24"] * (family == "mistral")

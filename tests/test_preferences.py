@@ -15,6 +15,9 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 import preparing
 from chats import (
     TEMPLATES,
+    copy_with_template,
+    documents_of_step,
+    largest_distance,
     pairs,
     plain_model,
     prepare,
@@ -65,13 +68,6 @@ def plain_step(model, reference, documents, beta):
     return totals
 
 
-def documents_of(chapter, args, train_set, step):
-    first = chapter.position_of(args, step)
-    positions = range(first, first + args.global_batch_size)
-    samples = torch.stack([train_set[position] for position in positions])
-    return split_documents(chapter, samples)
-
-
 def apart_in_step_2(chapter, folder, *words):
     """Compare step 2 with plain_step(); return the differences of the metrics and the gradients.
 
@@ -83,16 +79,13 @@ def apart_in_step_2(chapter, folder, *words):
     loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, CPU)
     assert loss[0].item() == pytest.approx(0.693147, abs=1e-6)
     plain = plain_model(model)
-    expected = plain_step(plain, reference, documents_of(chapter, args, train_set, 2), args.beta)
+    documents = documents_of_step(chapter, args, train_set, 2)
+    expected = plain_step(plain, reference, documents, args.beta)
     model.num_targets = chapter.pairs_at(args, train_set, 2)
     found = chapter.forward_backward(args, model, train_set, 2, CPU).double()
     gradients = {name: weight.grad for name, weight in plain.named_parameters()}
-    apart = []
-    for name, weight in model.named_parameters():
-        if gradients[name].norm() > 1e-12:
-            gradient = weight.grad.full_tensor().double() - gradients[name]
-            apart.append((gradient.norm() / gradients[name].norm()).item())
-    return ((found - expected).norm() / expected.norm()).item(), max(apart)
+    metrics_apart = ((found - expected).norm() / expected.norm()).item()
+    return metrics_apart, largest_distance(model, gradients)
 
 
 CASES = [("llama", "llama2", 2), ("mistral", "qwen3", 8)]
@@ -104,9 +97,7 @@ CASES += [slow("llama", "llama3", 8)]
 def test_packed_gradient_is_that_of_two_plain_models(
     chapter, layout_models, tmp_path, family, template, batch_size
 ):
-    folder = shutil.copytree(layout_models / family, tmp_path / family)
-    if TEMPLATES[template]:
-        (folder / "chat_template.jinja").write_text(TEMPLATES[template])
+    folder = copy_with_template(layout_models / family, tmp_path, template)
     words = ["-m", folder, "-d", prepare_pairs(tmp_path, model=folder), "-b", batch_size]
     metrics_apart, gradient_apart = apart_in_step_2(chapter, tmp_path, *words)
     assert metrics_apart < 1e-5 and gradient_apart < 1e-5
@@ -170,8 +161,7 @@ def train_with_trl(model, tokenizer, rows, args, folder):
 def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     """Train on all pairs in each step, so that the order of the pairs does not matter."""
     pytest.importorskip("trl", reason="install fine-tuning/preferences/requirements.txt")
-    folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
-    (folder / "chat_template.jinja").write_text(TEMPLATES["llama2"])
+    folder = copy_with_template(layout_models / "llama", tmp_path, "llama2")
     # TRL needs the same format in all rows, and every third row of pairs() has TRL's format. With
     # this length, no pair is too long, so prepare.py leaves out no pair.
     rows = pairs(72)[::3]
@@ -296,8 +286,7 @@ def test_folder_of_another_kind_is_refused_by_each_script(load, chapter, capsys,
 
 
 def test_template_of_a_folder_is_exported(chapter, layout_models, tmp_path):
-    folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
-    (folder / "chat_template.jinja").write_text(TEMPLATES["phi3"])
+    folder = copy_with_template(layout_models / "llama", tmp_path, "phi3")
     tokens = prepare_pairs(tmp_path, model=folder)
     (folder / "chat_template.jinja").unlink()
     tokenizer = AutoTokenizer.from_pretrained(folder)

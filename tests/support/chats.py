@@ -6,6 +6,7 @@ makes a test fail.
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -66,6 +67,14 @@ Help.<|im_end|>
 {% endfor %}{{ "<|im_start|>assistant\n" if add_generation_prompt }}"""
 TEMPLATES = {"built-in": None, "llama2": LLAMA2, "llama3": LLAMA3, "qwen3": QWEN3, "phi3": PHI3}
 TEMPLATES |= {"chatml": CHATML}
+
+
+def copy_with_template(model, folder, name):
+    """Copy a model's folder into `folder`, with the template `name`; return the copy's path."""
+    copied = shutil.copytree(model, folder / model.name)
+    if TEMPLATES[name]:
+        (copied / "chat_template.jinja").write_text(TEMPLATES[name])
+    return copied
 
 
 def expected_documents(name, messages):
@@ -239,9 +248,10 @@ def split_documents(chapter, samples):
     return [tuple(document) for document in documents if any(learned for _, learned in document)]
 
 
-def documents_of_step(chapter, args, train_set):
-    """Return the documents in the training samples of step 1."""
-    samples = [train_set[position] for position in range(args.global_batch_size)]
+def documents_of_step(chapter, args, train_set, step=1):
+    """Return the documents in the training samples of a step."""
+    first = chapter.position_of(args, step)
+    samples = [train_set[first + number] for number in range(args.global_batch_size)]
     return split_documents(chapter, torch.stack(samples))
 
 
@@ -280,9 +290,17 @@ def distances(chapter, args, model, train_set, loss, gradients):
     """
     model.num_targets = chapter.answers_at(args, train_set, 1)
     found = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
+    return abs(found.item() - loss), largest_distance(model, gradients)
+
+
+def largest_distance(model, gradients):
+    """Return the largest relative difference between a sharded weight's gradient and `gradients`.
+
+    Leave out frozen weights, and weights whose gradient in `gradients` is almost 0.
+    """
     apart = []
     for name, weight in model.named_parameters():
         if weight.requires_grad and gradients[name].norm() > 1e-12:
             gradient = weight.grad.full_tensor().double() - gradients[name]
             apart.append((gradient.norm() / gradients[name].norm()).item())
-    return abs(found.item() - loss), max(apart)
+    return max(apart)
