@@ -23,7 +23,7 @@ RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b
 
 
 class Sleep(torch.autograd.Function):
-    """Return a tensor unchanged, but call `work(name)`, which sleeps, in its backward pass."""
+    """Return a tensor unchanged; in the backward pass, call `work(name)`, which sleeps."""
 
     @staticmethod
     def forward(ctx, tensor, work, name):

@@ -55,7 +55,7 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count the bytes that each case keeps for the backward pass, at each sequence length."""
+    """Yield a row per case: the bytes kept for the backward pass at each sequence length."""
     for name in args.only:
         ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"

@@ -34,7 +34,7 @@ def write_zero_3(path):
 
 
 def run(name, folder, run_name):
-    """Train with a contender; return the median of its tokens per second, and its peak GiB."""
+    """Train with a contender; return its median tokens per second, and its peak memory in GiB."""
     flags = training_flags(folder, run_name, STEPS)
     if name == "deepspeed-zero-3":
         flags += ["--deepspeed-config", folder / "zero-3.json"]
@@ -55,7 +55,7 @@ def compare(rounds):
     Return the ratio in each round, and the median of these ratios.
     """
     found = {}
-    # A contender that fails is missing in the latest round.
+    # Compare only the contenders of the latest round, which has no contender that has failed.
     for name, chapter in permutations(rounds[-1], 2):
         for number in rounds[-1][name] if chapter in ("03", "04") else ():
             values = [runs[name][number] / runs[chapter][number] for runs in rounds]
@@ -64,9 +64,9 @@ def compare(rounds):
 
 
 def frameworks(args, folder):
-    """Train with one contender after the other; after each round, yield all ratios so far.
+    """Train with one contender after the other; after each round, yield all results so far.
 
-    If a contender fails, print its error, and continue without it.
+    If a contender fails, print the error, and leave this contender out of the later rounds.
     """
     write_zero_3(folder / "zero-3.json")
     names, rounds = list(args.only), []

@@ -48,7 +48,7 @@ def script_of(name):
 
 
 def load(script):
-    """Import a script as a module; `script` is a name for script_of() or the path of a script."""
+    """Import a script, and return the module; `script` is a path or a name for script_of()."""
     path = script if str(script).endswith(".py") else script_of(script)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -73,10 +73,9 @@ def benchmark(docstring, question, add_flags=lambda add: None, cases=(), gpus=Tr
     """Parse the flags, run the generator `question`, and write its results to the file of --output.
 
     `question` receives the arguments and a temporary folder, and yields rows. If `in_rows` is
-    false, it yields dictionaries instead, and each of their entries becomes an entry of the file.
-    `add_flags` declares the flags that only this benchmark has. If there are `cases`, the flag
-    --only selects cases to run. If `gpus` is false, the results do not depend on GPUs, so the file
-    names none.
+    false, `question` yields dictionaries of entries for the file instead. `add_flags` declares the
+    flags that only this benchmark has. If there are `cases`, the flag --only selects cases to run.
+    Set `gpus` to False if the results do not depend on GPUs; then the file names no GPU.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
@@ -205,8 +204,8 @@ def call(command, ranks=0, threads=1, **variables):
     """Run a script with its arguments on `ranks` ranks; return the text that it prints to stdout.
 
     If `ranks` is 0, run the script without torchrun. Each rank gets `threads` threads, and
-    `variables` in its environment. Raise Failed if the script fails, or takes over LONGEST seconds.
-    Kill all processes that the script has left behind.
+    `variables` in its environment. Raise Failed if the script fails, or runs for more than LONGEST
+    seconds. Kill all processes that the script has left behind.
     """
     variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | variables
     job = Job(launch_command(ranks, command), **variables)

@@ -50,9 +50,9 @@ def training_flags(folder, run_name, steps):
 def on_ranks(work, chapter, ranks, folder, options, **settings):
     """Run `work(chapter, args, device)` on each rank; return the result of rank 0.
 
-    `chapter` is the number of the chapter whose functions `work` calls, and `options` holds this
-    chapter's flags. `settings` holds keyword arguments of call(): `threads`, or environment
-    variables of the ranks.
+    `work` receives the chapter's module, the parsed arguments and the rank's device. The parameter
+    `chapter` of on_ranks() is the chapter's number, and `options` holds the chapter's flags.
+    `settings` holds keyword arguments of call(): `threads` and environment variables of the ranks.
     """
     result = Path(folder, "result.json")
     _, *name = words_of(work)

@@ -153,7 +153,8 @@ def where(args, folder):
     """Trace each chapter; yield a row per chapter: each part's share of the time of the steps."""
     traces = args.trace or folder
     traces.mkdir(parents=True, exist_ok=True)
-    # Use all GPUs, or two ranks without a GPU; BATCH must be divisible by the number of ranks.
+    # Use one rank per GPU, or two ranks without a GPU. Use fewer ranks if BATCH is not divisible by
+    # this number of ranks.
     most_ranks = math.gcd(BATCH, torch.cuda.device_count() or 2)
     # Give a rank the same number of threads in every chapter, even in chapter 01, which has only
     # one rank, so that the chapters' speeds are comparable.

@@ -27,14 +27,14 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 def reach_of(hosts_file):
     """Map the name of each host to the words that come before a command to run it on that host.
 
-    The words call ssh; this host needs no words. Without a name in `hosts_file`, or without
-    `hosts_file`, return only this host.
+    For other hosts, the words call ssh; for the host of this script, there are no words. If
+    `hosts_file` is None or has no names, the result has only the host of this script.
     """
     text = hosts_file.read_text() if hosts_file else ""
     # Each line may have a name, a comment, or both.
     names = re.findall(r"^\s*([^\s#]+)", text, re.M) or [HERE]
     reach = {name: ["ssh", "-oBatchMode=yes", name] for name in names}
-    # Compare host names without their domains, because only one of the names may have a domain.
+    # Compare host names without their domains, because either name may lack its domain.
     reach |= {name: [] for name in names if name.split(".")[0] == HERE.split(".")[0]}
     return reach
 
@@ -77,7 +77,8 @@ def gather(run, reach):
 def request_dumps(run):
     """Ask all ranks for dumps, and wait up to four seconds until the dumps are there.
 
-    Return the time of the request in the clock of the file system.
+    Return the time of the request by the file system's clock. If this script cannot write the
+    request, return the time by this host's clock.
     """
     request = run / "ranks/dump"
     now = time.time()
@@ -96,10 +97,9 @@ def request_dumps(run):
 
 
 def read_ranks(run, now):
-    """Map each rank of the run's latest start to the content of its files, from read_rank().
+    """Map each rank of the run's latest start to the result of read_rank() for this rank.
 
-    `now` is the time of the request in the clock of the file system, because the clocks of hosts
-    differ.
+    `now` is the time of the request by the file system's clock, because the clocks of hosts differ.
     """
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
@@ -152,7 +152,7 @@ def read_json(path):
 
 # ---- from facts to ranks -----------------------------------------------------------------------
 class Rank:
-    """Hold all facts about a rank: each value in its heartbeat is an attribute, too."""
+    """Hold all facts about a rank as attributes, including each value in the rank's heartbeat."""
 
     def __init__(self, files, host):
         # `age` is the number of seconds since the rank's last heartbeat. `crash` is the text that
@@ -175,8 +175,8 @@ class Rank:
             # days without a fault.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
-        # These are the (file, line, function) of the main thread's frames, outermost first. A
-        # stopped rank cannot write a dump, so use the one frame in its last heartbeat.
+        # Each frame of the main thread has a file, a line and a function; the outermost frame is
+        # first. A stopped rank cannot write a dump, so use the only frame in its last heartbeat.
         self.frames = [self.frame] if self.state == "stopped" else dump.get("stack", [])
 
 

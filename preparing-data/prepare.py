@@ -98,7 +98,7 @@ Shard = namedtuple("Shard", "name size content read")
 # A source has a number, a name, its share of the tokens, and its shards. A source with the share 0
 # is read once; any other source repeats its documents.
 Source = namedtuple("Source", "number name share shards")
-# This state of a source is at its beginning; batches_of() explains the values.
+# A source begins with this state; batches_of() explains the values.
 BEGINNING = {"pass": 0, "batch": 0, "shards": 0, "open": []}
 
 
@@ -261,7 +261,7 @@ def rows_of(file, delimiter):
     rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     problem = "more or fewer fields than the header; put quotes around each text"
     for row in rows:
-        # DictReader puts surplus fields under the key None, and the value None for missing fields.
+        # DictReader stores surplus fields under the key None, and stores None for a missing field.
         has_all = None not in row and None not in row.values()
         yield rows.line_num, row if has_all else ValueError(problem)
 
@@ -314,7 +314,8 @@ def text_of(row, column):
 def sources_of(args):
     """Return one Source for each name if the names have weights, otherwise one Source of all names.
 
-    The share of a Source is its weight, divided by the sum of all weights.
+    The share of a Source is its weight, divided by the sum of all weights; without weights, the
+    share is 0.
     """
     weights = {}
     for word in args.sources:
@@ -335,22 +336,26 @@ def sources_of(args):
 
 
 def batches_of(args, source, state):
-    """Yield each batch of a source as (state, records); continue with the batch of `state`.
+    """Yield the state before each batch of a source, and the batch; begin at the state `state`.
 
-    Each record is a tuple of the numbers of its shard and of its line, and the record. Up to
-    OPEN_SHARDS shards are open at a time, and each document comes from a random open shard. Each of
-    n parts reads every n-th shard or, with fewer than n shards, every n-th document.
+    A batch is a list of tuples: the shard's number, the line's number, and the record. Up to
+    OPEN_SHARDS shards are open at a time, and each record comes from a random open shard. Each of n
+    parts reads every n-th shard or, with fewer than n shards, every n-th record.
 
-    The state before a batch has the number of the batch and of its pass over the documents, how
-    many shards have been opened in this pass, and the open shards as [shard, number of records that
-    earlier batches have read]. At the end of a source that does not repeat, yield an empty batch.
+    A state has the number of the pass over the documents, the number of the batch in this pass, and
+    the number of shards that this pass has opened. It also lists each open shard with the number of
+    records that earlier batches have read. At the end of a source that does not repeat, yield an
+    empty batch.
     """
     part, parts = args.part
     by_shard = len(source.shards) >= parts
     numbers = range(len(source.shards))[part::parts] if by_shard else range(len(source.shards))
 
     def records_of_part(number, used):
-        """Yield (number of records read, record) for this part's records after the first `used`."""
+        """Skip the first `used` records of a shard; yield the later records of this part.
+
+        Each pair has the number of the record in the shard, counted from 1, and the record.
+        """
         # Read all columns of conversations, because a conversation may need several columns.
         column = args.text_column if args.kind == "text" else None
         for index, (line, record) in enumerate(until_error(source.shards[number].read(column))):
@@ -508,8 +513,8 @@ def tokenize(args, records):
     """Tokenize records, and return four values.
 
     The values are the joined tokens of all documents, the positions where the documents end, a list
-    with (shard, line, reason) for each record that cannot be used, and counts for the report. A
-    packed sample counts as a document.
+    with the shard, the line and the problem of each record that cannot be used, and counts for the
+    report. A packed sample counts as a document.
     """
     tokenizer, units, problems, counts = load_tokenizer(args.model_name), [], [], Counter()
     for shard, line, record in records:
@@ -768,7 +773,7 @@ class Stream:
         self.num_bad = state.get("bad", self.num_bad)
 
     def state(self):
-        """Return the state of this stream; a new Stream continues there."""
+        """Return the state of this stream; a new Stream with this state continues the stream."""
         state = {"tokens": self.num_tokens, "bad": self.num_bad, "used": self.used}
         return state | {"counts": self.counts, "source": self.batch}
 
@@ -776,8 +781,8 @@ class Stream:
         """Move to the next batch that has documents, or to an empty batch at the source's end."""
         for state, result in self.batches:
             self.counts.update(self.batch_counts)
-            # Set what belongs to a batch: its state, its number of used tokens, its tokens, the
-            # ends of its documents, and its counts.
+            # Set the attributes that describe a batch: its state, its number of used tokens, its
+            # tokens, the ends of its documents, and its counts.
             self.batch, self.used = state, 0
             self.tokens, self.ends, problems, self.batch_counts = result.result()
             for shard, line, reason in problems:
@@ -813,7 +818,10 @@ class Stream:
 
 
 def tokenized_batches(args, source, state, pool):
-    """Yield (state, result) for each batch of a source; workers tokenize a few batches ahead."""
+    """Yield the state before each batch of a source, and the Future of tokenize() for the batch.
+
+    Workers tokenize a few batches ahead.
+    """
     waiting = deque()
     for before, records in batches_of(args, source, state):
         waiting.append((before, pool.submit(tokenize, args, records)))

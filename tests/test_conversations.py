@@ -109,7 +109,7 @@ def distances_from_plain(chapter, args, model, train_set):
     return distances(chapter, args, model, train_set, loss.item(), gradients)
 
 
-# Each of these mistakes replaces a text of the script.
+# In the script, each of these mistakes replaces the first text with the second text.
 WRONG_STEPS = {
     "documents read each other": (
         "find_packed_sequence_indices = number_documents",
@@ -280,7 +280,7 @@ def test_mistake_in_a_conversation_is_reported_or_left_out(tmp_path, turns, expe
 
 
 def save_tokenizer(folder, template, tokenizer=None):
-    """Save a tokenizer, by default of bytes, with a chat template; return the folder."""
+    """Save a tokenizer with a chat template; return the folder. The default is a byte tokenizer."""
     tokenizer = tokenizer or fast_byte_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -422,7 +422,7 @@ def test_answer_does_not_begin_with_the_space_that_a_tokenizer_adds(tmp_path):
 PATCH = ROOT / "fine-tuning/conversations/parallelism.patch"
 CP2, PP2 = ["--context-parallel-size", 2], ["--pipeline-parallel-size", 2]
 EP2 = ["--expert-parallel-size", 2]
-# By chapter, each layout has a number of ranks and a list of flags.
+# Map each chapter to its layouts; each layout has a number of ranks and a list of flags.
 LAYOUTS = {
     "08": {
         "tensor": (2, ["--tensor-parallel-size", 2]),

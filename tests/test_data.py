@@ -96,7 +96,7 @@ def test_seeds_are_mixed_not_added(chapter):
 # ---- a dataset of the hub --------------------------------------------------------------------
 @pytest.fixture
 def hub(chapter, tmp_path, monkeypatch):
-    """Return a function that builds samples from texts as if they were a dataset on the hub.
+    """Return a function that builds samples from texts, as if the texts were a dataset on the hub.
 
     The function's arguments are the texts and changed flags.
     """

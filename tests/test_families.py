@@ -306,7 +306,8 @@ def packed_samples(chapter):
 def distance_from_documents_alone(chapter, folder):
     """Return the largest relative distance between a weight's gradients with and without packing.
 
-    Raise SystemExit if the script refuses to pack documents for this model.
+    Raise SystemExit if the script refuses to pack documents for this model, or if the loss is not
+    finite.
     """
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "accumulation": 2, "skip_steps": 0}
     sizes |= {"config": [], "model_name": str(folder), "seq_length": 32}
@@ -342,7 +343,7 @@ def test_family_packs_with_the_gradients_of_documents_alone_or_is_refused(
     except ValueError as reason:
         pytest.skip(f"{packed_family}: {reason}")
     chapter, row = load(PACKED), {"family": packed_family, "chapter": PACKED}
-    # Let a refusal raise SystemExit with its message.
+    # If the script refuses the model, raise SystemExit with the message.
     monkeypatch.setattr(chapter, "fail", sys.exit)
     try:
         apart = distance_from_documents_alone(chapter, tmp_path / packed_family)

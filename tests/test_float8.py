@@ -83,7 +83,7 @@ def test_products_equal_the_products_of_rounded_values(script, precision, limit)
 
 
 def gradients_of_layer(script, models, is_compiled):
-    """Return the output of a layer in float8, and the gradients of its input and its weights."""
+    """Return a float8 layer's output, and the gradients of the layer's input and weights."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(models / "llama", initializer_range=0.1)
     model = AutoModelForCausalLM.from_config(config)

@@ -26,12 +26,13 @@ from runs import (
 # the last batch of an evaluation is incomplete.
 STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval-samples 10
     --checkpoint-every 99"""
-# The name of a layout has a chapter, a number of ranks, and splits. Each split is a name of this
-# table and a number. So 07-4-tp2-pp2 is chapter 07 on four ranks: the model has two stages, and two
-# ranks split the layers of each stage. In 07-4-pp2, two data-parallel ranks share the samples.
+# The name of a layout has a chapter, a number of ranks and, in most layouts, splits. Each split is
+# a name from this table and a number. So 07-4-tp2-pp2 is chapter 07 on four ranks: the model has
+# two stages, and two ranks split the matrices of each stage. In 07-4-pp2, two data-parallel ranks
+# share the samples.
 #
-# With `-b 2`, a stage receives the 8 samples of a step in 4 micro-batches, or 4 of these samples in
-# 2 micro-batches if two data-parallel ranks share the step.
+# With `-b 2`, a stage receives the 8 samples of a step in 4 micro-batches. If two data-parallel
+# ranks share the step, a stage receives 4 of these samples in 2 micro-batches.
 SPLITS = {
     "tp": "--tensor-parallel-size {}",
     "pp": "-b 2 --pipeline-parallel-size {}",
@@ -311,7 +312,7 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
 
 # During this long warmup, the learning rate of a step does not depend on --num-steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
-# All layouts of chapters 04 to 08: those of the runs above, and two on eight ranks.
+# This list has the layouts of chapters 04 to 08 in the runs above, and two layouts on eight ranks.
 SPLIT = {run.partition("@")[0] for run in [*CORE, *SLOW, *MODELS, *MORE_SETTINGS]}
 SPLIT = sorted(layout for layout in SPLIT if "04" <= layout < "09")
 SPLIT += ["07-8-tp2-pp2", "08-8-tp2-pp2-cp2"]

@@ -299,7 +299,7 @@ def sent_in_copy(split, ranks, micro_steps):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("nodes", "micro_steps"), [(1, 1), (8, 1), (8, 3)])
 def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
-    # Each GPU gets micro-batches of two samples of 8,192 tokens.
+    # A step trains on two samples of 8,192 tokens for each GPU and micro-step.
     words = f"-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --nodes {nodes} "
     words += f"--global-batch-size {2 * 8 * nodes * micro_steps} "
     step = StepTime(setting_from(words + SPLITS[split].format(nodes=nodes)))
@@ -401,7 +401,10 @@ def test_attention_of_deepseek_has_keys_that_are_wider_than_values():
 
 @pytest.mark.parametrize("part", ["published", "mixtures", *map(slow, SLOW_PARTS)])
 def test_recorded_rows_are_those_of_the_planner(part):
-    """Compute again the rows that the pages show; of "fastest", compute only the 8B on 8 GPUs."""
+    """Compute again the rows that the pages show.
+
+    Of "fastest", compute only the row of Llama 3.1 8B on 8 GPUs.
+    """
     rows = RECORDED[part][:1] if part == "fastest" else RECORDED[part]
     for row in rows:
         found = json.loads(json.dumps(scale.predict(part, row)))
@@ -490,7 +493,7 @@ def gib(setting):
 
 
 def speed(setting):
-    """Return the tokens per second and GPU, as the pages write them."""
+    """Return the tokens per second of each GPU, as the pages write them."""
     return f"{speed_of(setting)['tokens_per_second']:,.0f}"
 
 

@@ -103,7 +103,7 @@ def test_packed_gradient_is_that_of_two_plain_models(
     assert metrics_apart < 1e-5 and gradient_apart < 1e-5
 
 
-# Each of these mistakes replaces a text of the script.
+# In the script, each of these mistakes replaces the first text with the second text.
 WRONG_STEPS = {
     "answers read each other": (
         "find_packed_sequence_indices = number_documents",
@@ -168,7 +168,7 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     tokens = prepare_rows(tmp_path, rows, "--preferences", "-m", folder, "-s", 512)
     num_samples = (tokens / "000000.tokens").stat().st_size // (4 * 512)
     words = ["-m", folder, "-d", tokens, "-s", 512, "--global-batch-size", num_samples]
-    # With so many steps, the rates of the first four steps are equal.
+    # With so many steps, the learning rates of the first four steps are almost equal.
     words += ["--num-steps", 10**6, "--warmup-steps", 1, "--max-grad-norm", 0, "--lr", 0.003]
     args, model, train_set, held_out = prepare(chapter, *words)
     samples = torch.cat([*train_set.pieces, held_out])

@@ -15,7 +15,7 @@ from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail,
 
 
 def run(folder, script, *args):
-    """Run a script on one rank under watched.py to its end; return its result."""
+    """Run a script on one rank under watched.py until the script ends; return the result."""
     [[result]] = run_jobs(1, [(watched.__file__, ["--into", folder, script, *args])], folder)
     return result
 
@@ -133,9 +133,9 @@ class Tokens(torch.nn.Module):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Return a watched.Steps, which counts the optimizer's steps in this process.
+    """Return a watched.Steps, which counts and checks the optimizer steps of this process.
 
-    After the test, restore the functions and the hooks of torch that it replaces.
+    After the test, restore the functions and the hooks of torch that watched.Steps replaces.
     """
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     monkeypatch.setattr(torch.nn.Embedding, "forward", torch.nn.Embedding.forward)

@@ -175,7 +175,7 @@ def load_script(options):
     for name, value in list(vars(module).items()):
         if value is torch.nn.parallel.DistributedDataParallel:
             setattr(module, name, fake_machine.ReplicatedModel)
-    # The dry run has no weights to read or to save.
+    # Read and save nothing, because the weights of the dry run have no data.
     module.load_checkpoint = lambda *_: 0
     module.read_weights = module.save_checkpoint = lambda *_: None
     # Let check_shared() write the file that stop_requests() reads. Do not check whether all ranks

@@ -127,7 +127,7 @@ class Tracked:
 
 
 def follow(tracked):
-    """Send new rows every two seconds; return after Ctrl-C, which interrupts no row."""
+    """Send new rows every two seconds; after Ctrl-C, finish the current rows, and return."""
     # Use a SimpleQueue, because a signal handler can safely call put() of this queue at any moment.
     ends = queue.SimpleQueue()
 
@@ -161,7 +161,7 @@ def main():
     if args.follow:
         follow(tracked)
     for one in tracked:
-        # After Ctrl-C, send the rows that are new since the last look.
+        # Send all rows or, after --follow, the rows that are newer than the last update.
         one.update()
         one.tracker.close()
         print(f"{one.run}: {len(one.rows)} steps")

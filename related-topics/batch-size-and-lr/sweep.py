@@ -47,7 +47,7 @@ def train(samples, batch, lr, seed):
 
 
 def sweep(args, cells):
-    """Train with each seed at each (batch size, rate) in `cells`; yield a row for each run."""
+    """Train with each seed and each pair of batch size and rate in `cells`; yield a row per run."""
     for seed, (batch, lr) in product(range(args.seeds), cells):
         row = {"samples": args.samples, "batch": batch, "lr": lr, "seed": seed}
         row["val_loss"] = train(**row)

@@ -41,7 +41,7 @@ def train(folder, cell):
     name = f"{precision}-{ranks}-{seed}"
     words = f"{SETTINGS} {PRECISIONS[precision]} --seed {seed} --save-dir {folder} -e {name}"
     call([script_of("float8"), *words.split()], ranks)
-    # Leave out the row of step 0, which has no loss.
+    # Leave out the row of step 0, because it has only a validation loss.
     steps = read_metrics(folder / name)[1:]
     row = {"seed": seed, "precision": precision, "ranks": ranks, "val_loss": steps[-1]["val_loss"]}
     print(f"{precision:7}  {ranks} ranks  seed {seed}  val_loss {row['val_loss']:.4f}", flush=True)

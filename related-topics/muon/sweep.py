@@ -83,7 +83,10 @@ def first_step(curve, loss):
 
 
 def rates(args, folder):
-    """Train both optimizers at all rates, two runs at a time; print each optimizer's best rate."""
+    """Train with both optimizers at all rates, two runs at a time; yield a row for each run.
+
+    At the end, print the best rate of each optimizer.
+    """
     rows, cells = [], product(range(args.seeds), SCRIPTS, args.lrs)
     with ThreadPoolExecutor(2) as pool:
         for row in pool.map(lambda cell: train(folder, args.steps, cell), cells):

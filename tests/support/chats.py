@@ -170,9 +170,9 @@ def write_rows(path, rows):
 
 
 def prepare_rows(folder, rows, *flags):
-    """Tokenize conversations or pairs of answers with prepare.py; return the folder of tokens.
+    """Let prepare.py tokenize conversations or pairs of answers; return the folder of tokens.
 
-    If an earlier call has already tokenized these rows, prepare.py does not tokenize them again.
+    If `folder` already has the tokens of these rows, prepare.py does not tokenize the rows again.
     """
     folder.mkdir(exist_ok=True)
     tokens = folder / "rows.tokens"

@@ -21,8 +21,8 @@ def main():
     chapter.setup(args)
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config)
-    # Record the inputs of the activation functions, which are the products of tokens and expert
-    # weights.
+    # Record the inputs of the activation functions, because these inputs are the products of tokens
+    # and expert weights.
     products = []
     for module in model.modules():
         if hasattr(module, "_apply_gate"):

@@ -72,7 +72,7 @@ def commands_in(name, text):
     # The model of an earlier run does not exist here, so drop the flag and the path that name this
     # model.
     text = re.sub(r"--[\w-]+ outputs/\S+", "", text.replace("\\\n", " "))
-    # The last script of a line reads the words after it.
+    # The words after the last script of a line are the arguments of this script.
     for script, words in re.findall(r"^(?:.*\s)?(\S+/train_llm\.py)(.*)$", text, re.M):
         yield RealCommand(name, gpus_of(text), script, shlex.split(words))
 

@@ -92,7 +92,7 @@ def main():
     """
     cases, result, script, *flags = sys.argv[1:]
     chapter, results = load(script), {}
-    # Let a refusal raise SystemExit with its message.
+    # If the chapter refuses a family, raise SystemExit with the message.
     chapter.fail = sys.exit
     for family, words in json.loads(Path(cases).read_text()).items():
         split_steps, split_gradients = train(chapter, [*words, *flags])

@@ -65,7 +65,7 @@ def flags(source):
 
 
 def code_lines(source):
-    """Return the numbers of a script's lines of code: no blank lines, comments and docstrings."""
+    """Return the line numbers of a script's code, without blank lines, comments and docstrings."""
     numbers = set()
     for token in generate_tokens(io.StringIO(source).readline):
         if token.type not in WITHOUT_CODE:

@@ -34,7 +34,7 @@ def current_folder():
 
 
 def current_scripts():
-    """Return the paths of two scripts: the parent's, and the script of the README's chapter."""
+    """Return the paths of the scripts of the parent chapter and of the README's chapter."""
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     return chapters()[parent_of(chapter)], chapters()[chapter]
 

@@ -109,7 +109,8 @@ def comments_of(source):
     comments = [comment for comment in comments if not MARKER.match(comment.string)]
 
     def block_of(numbered):
-        # In a block, the rows of the comments increase as their numbers do.
+        # In a block, each comment is one row below the previous comment, so `row - number` is equal
+        # for all comments of the block.
         number, (_, _, (row, column), _, line) = numbered
         is_alone = not line[:column].strip()
         return is_alone, row - number if is_alone else row

@@ -170,8 +170,8 @@ def plan(fields):
     return json.dumps([shown(args, layout) for layout in best_layouts(args)])
 
 
-# The form's bar shows these parts of the GPU memory at its peak, and a last part, "other", with the
-# memory that the planner adds to the tensors.
+# The form's bar shows these parts of the GPU memory at its peak. A last part, "other", has the
+# buffers for communication and the memory that the planner adds to the tensors.
 BAR = {
     "weights": ["parameters", "gathered weights"],
     "gradients": ["gradients", "full gradients"],

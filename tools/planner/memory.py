@@ -134,7 +134,7 @@ class StepMemory:
     def gather(self, group):
         """Do nothing, because DDP gathers no weights; subclasses gather the weights of a group."""
 
-    # These methods do nothing, too, because DDP gathers and frees no weights, and the buckets of
+    # These methods do nothing, because DDP gathers and frees no weights, and the buckets of
     # gradients always exist. In the subclasses, gradients are separate tensors, which stay in
     # memory until a reduction.
     use = free = reduce = add_gradients = gather
@@ -209,7 +209,7 @@ class StepMemory:
             self.enter(segment_of(group + 1), group + 1)
 
     def head(self):
-        """Compute the loss and its backward pass, if the rank has the head."""
+        """Simulate the loss and its backward pass, if the rank has the head."""
         self.head_gradients = 0
         if self.has_head:
             self.enter("head", self.depth)

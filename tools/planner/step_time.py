@@ -180,7 +180,8 @@ class StepTime:
     """Add up the seconds of a step in `seconds`.
 
     `busy` has the seconds of computation on the GPU, and of AdamW on the host. `sent` has the bytes
-    that a rank sends in each ring. `sent["network"]` has the bytes that leave the node.
+    that a rank sends in each kind of group. `sent["network"]` has the rank's share of the bytes
+    that leave its node.
     """
 
     def __init__(self, setting):
