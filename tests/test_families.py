@@ -189,7 +189,7 @@ def published_chapters(family):
 
 
 def pytest_generate_tests(metafunc):
-    """Choose the families to train: a few or, with --record, all that lack published results."""
+    """Choose the families: a few or, with --record, all families without published results."""
     is_recording = metafunc.config.getoption("--record")
     for argument, chapters, families in (
         ("family", {*CHAPTERS}, [*SAMPLE, *map(exhaustive, RARE)]),
