@@ -257,7 +257,7 @@ def test_losses_are_those_of_the_pinned_versions(root, run):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
-    """Evaluate the exported model, which has the weights of the last step, with transformers."""
+    """Let transformers evaluate the exported model, which has the weights of the last step."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
     # This test evaluates each model in fp32. A run in bf16 has computed its logged loss in bf16;
