@@ -1,4 +1,4 @@
-"""Run a chapter's script, and count what rank 0 sends in its second training step.
+"""Run a chapter's script, and count what rank 0 sends in each training step.
 
 Start this file once per rank, with a file for the counts, the chapter's script, and its arguments.
 """
