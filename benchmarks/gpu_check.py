@@ -169,7 +169,7 @@ class Bench:
         return job
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
-        """Start training by a script of SCRIPTS, or by a command that accepts the same flags."""
+        """Start a training run of a script in SCRIPTS, or of a command with the same flags."""
         command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
@@ -437,8 +437,8 @@ def speed_bare(bench):
     """Measure the tokens per second of a loop that only trains, to compare the chapters with it."""
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
-        # Leave out two rows: the row of step 1, and the row of the first WINDOW steps, which
-        # include the warm-up.
+        # Leave out two rows: the row of step 1, which has no speed, and the row of step WINDOW,
+        # which measures the warm-up.
         rows = bench.wait(bench.train([*harness.words_of(bare)], flags, how, ranks=0)).rows()
         bench.numbers[f"{how} tokens/s"] = median(row["tokens_per_second"] for row in rows[2:])
     return bench.judged({})
@@ -487,7 +487,7 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
 
 
 def ratios(rows, tokens_per_second, how):
-    """Return a rank's speed, divided by the speed that each of three earlier checks has measured.
+    """Return the ratios of a rank's speed to the speeds that three earlier checks have measured.
 
     Leave out the ratio to a check that has not run. `rows` maps the names of earlier checks to
     their rows, and `how` is "eager" or "compiled".
@@ -609,7 +609,7 @@ def describe_gpus(device):
 class Session:
     """Run checks, and hold the state that all checks share.
 
-    This state has facts about the machine, the deadline, the folder and the rows of results.
+    This state is the deadline, the folder, the rows of results, and facts about the machine.
     """
 
     def __init__(self, args, folder):

@@ -191,7 +191,7 @@ class Job:
             self.process.wait(10)
 
     def living(self):
-        """Return the folders in /proc of those of the job's processes that still exist."""
+        """Return the /proc folders of the job's processes that still exist."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):

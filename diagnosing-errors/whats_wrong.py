@@ -435,9 +435,10 @@ def stands_out(rank, shares):
 
 
 def describe_excess(slowest, others):
-    """Return the line where `slowest` spends more time than usual, and the excess share, as text.
+    """Return, as text, the line where `slowest` spends the most extra time, and the extra share.
 
-    The usual share of a line is the median of the shares that the ranks in `others` spend there.
+    The extra share of a line is the share of time that `slowest` spends there, minus the median of
+    the shares that the ranks in `others` spend there.
     """
     excess = {}
     for line, share in slowest.lines.items():

@@ -75,8 +75,8 @@ INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 def pytest_xdist_make_scheduler(config, log):
     """Give each worker of pytest-xdist one group of tests at a time.
 
-    A group is a single test in the files of INDEPENDENT. In all other files, a group is all tests
-    of the file, because they share fixtures. xdist's own option --dist=loadgroup does not work:
+    In the files of INDEPENDENT, each test is a group. In all other files, the tests of a file are a
+    group, because they share fixtures. xdist's own option --dist=loadgroup does not work:
     https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -260,7 +260,7 @@ def prepare_training(chapter, *words):
 
 
 def prepare_tokens(source, folder, model="tiny"):
-    """Tokenize the text file `source` for a model with prepare.py; return the folder of tokens."""
+    """Let prepare.py tokenize the text file `source` for a model; return the folder of tokens."""
     words = ["-m", model, "-o", folder, source]
     run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
     return folder

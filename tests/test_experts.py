@@ -14,8 +14,8 @@ TINY = ROOT / "09-expert-parallel/tiny-mixture"
 MIXTURE = ["-m", TINY, "--lr", 2e-4]
 RATE = [*MIXTURE, "--expert-balance-rate", 0.01]
 EP2 = ["--expert-parallel-size", 2]
-# Each layout has a number of ranks and a list of flags. With --recompute full, experts count each
-# token twice.
+# Each layout has a number of ranks and a list of flags. With --recompute full, each token counts
+# twice in the load of its experts.
 LAYOUTS = {"one": (1, []), "fsdp2": (2, []), "ep2": (2, [*EP2, "--recompute", "full"])}
 
 
@@ -85,7 +85,8 @@ def test_balancing_lowers_the_load_of_the_most_loaded_expert(root):
     for name in ("off", "one"):
         curve = metrics(root / name)
         shares[name] = sum(curve[step]["experts"] for step in range(11, 21)) / 10
-    # Without biases, most tokens choose the same two of 16 experts in one of the layers.
+    # Without biases, more than 90% of the tokens choose the same expert in one of the layers. Each
+    # token chooses two experts, so this expert has more than 45% of the load.
     assert shares["off"] > 0.45
     assert shares["one"] < 0.7 * shares["off"]
     assert not biases_of(root / "off", 20).any()
@@ -212,7 +213,8 @@ def test_balance_loss_does_not_depend_on_the_layout(
     assert difference(expected, metrics(loss_root / "off"), names=["grad_norm"]) > 1e-3
 
 
-# Each mistake replaces a text of the script, and makes the loss depend on the layout.
+# Each mistake replaces the first text in the script with the second text, so that the loss depends
+# on the layout.
 MISTAKES = {
     "counts of one rank": ("    dist.all_reduce(totals)\n", ""),
     "counts of one micro-batch": (

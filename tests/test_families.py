@@ -189,7 +189,7 @@ def published_chapters(family):
 
 
 def pytest_generate_tests(metafunc):
-    """Choose the families to train: a few or, with --record, all that lack published results."""
+    """Choose the families: a few or, with --record, all families without published results."""
     is_recording = metafunc.config.getoption("--record")
     for argument, chapters, families in (
         ("family", {*CHAPTERS}, [*SAMPLE, *map(exhaustive, RARE)]),
@@ -243,7 +243,7 @@ def train(family, chapter, folder, tokens):
 
 @pytest.mark.slow
 def test_weights_without_gradients_train_under_ddp(tmp_path, license_tokens):
-    """Train a model with sparse attention, whose weights that choose tokens get no gradient."""
+    """Train a model with sparse attention: the weights that choose the tokens get no gradient."""
     save_small_model("deepseek_v32", tmp_path / "deepseek_v32")
     curves = [
         train("deepseek_v32", chapter, tmp_path, license_tokens)[0] for chapter in ("01", "02")

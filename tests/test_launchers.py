@@ -131,7 +131,7 @@ ENDLESS = ["--num-steps", 10_000]
 
 
 def uninterrupted(chapter, args, folder):
-    """Train a run with these arguments on two ranks without an interruption; return its metrics."""
+    """Train with the arguments `args` on two ranks, without an interruption; return the metrics."""
     return curves_of(folder, {2: {"complete": (chapter, args)}})["complete"]
 
 
@@ -146,7 +146,7 @@ def uninterrupted(chapter, args, folder):
     ],
 )
 def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_path):
-    """Ask one rank to stop: all ranks must save and end after the same step.
+    """Request a stop by a signal or a file: all ranks must save and end after the same step.
 
     Then resume the run for ten steps.
     """
@@ -191,7 +191,8 @@ def test_worker_dies_with_its_launcher(chapter, tmp_path):
     launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2
     launcher.kill()
-    # On a busy machine, torchrun dies only after a while; its workers log steps until then.
+    # Wait until the killed torchrun has ended. On a busy machine, this takes a while, and the
+    # workers log steps until then.
     launcher.wait()
     args += ["--num-steps", last_logged_step(tmp_path / "run") + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "again")

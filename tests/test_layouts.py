@@ -80,8 +80,8 @@ CURVES = {
     # With six experts, four ranks split the columns of each expert. With the eight experts of the
     # tiny models, each rank would have two experts.
     "columns": "--config num_experts=6",
-    # Neither 202 rows nor three layers can be divided evenly among four ranks. Three matrices have
-    # the same shape, so a rank has one matrix or none.
+    # Neither 202 rows nor three layers can be divided evenly among four ranks. Only three matrices
+    # have the shape 120 × 202, so each of four ranks gets one of these matrices, or none.
     "uneven": "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30",
     # With a LoRA rank of 1, matrix A of an adapter has one row, so three of four ranks get no row.
     "rank-1": "--lora-rank 1",
@@ -130,8 +130,9 @@ MODELS = """
     09-4-interleaved2-ep2@glm4_moe 09-4-tp2-cp2@plain
 """.split()
 EXPORTED = [*CORE, *map(slow, SLOW), *map(exhaustive, MODELS)]
-# Do not test the models that these runs and the runs of MORE_SETTINGS export: a run of EXPORTED
-# exports the same weights, or test_lora.py and other tests check the models of fine-tuning.
+# The test of exported models leaves out these runs and the runs of MORE_SETTINGS. Without
+# fine-tuning, a run exports the same weights as a run of EXPORTED. For fine-tuning, test_lora.py
+# and other tests check the exported models.
 FINE_TUNED = """
     conversations-2@2 conversations-2@offload+1 preferences-2@2 preferences-2@offload+1
     lora-2@offload+1
@@ -256,7 +257,7 @@ def test_losses_are_those_of_the_pinned_versions(root, run):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
-    """Evaluate the exported model, which has the weights of the last step, with transformers."""
+    """Let transformers evaluate the exported model, which has the weights of the last step."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
     # This test evaluates each model in fp32. A run in bf16 has computed its logged loss in bf16;
@@ -322,8 +323,8 @@ ROUTES = {
         04-4-replicas2""".split(),
     "lora": "lora-2 lora-1 lora-4-replicas2 lora-4".split(),
     "muon": "muon-2 muon-4 muon-1 muon-4-replicas2".split(),
-    # With six experts, four shards split the columns of each expert, and two shards have three
-    # experts each.
+    # Each of four shards has some columns of all six experts. With only two shards, each shard has
+    # three entire experts.
     "few-experts": "04-4 04-2 09-4-ep2 05-4 09-2-tp2 04-4-replicas2".split(),
 }
 # Distribute all layouts of SPLIT over three routes, because rounding errors grow with the number of

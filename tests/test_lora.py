@@ -57,7 +57,7 @@ def run_dir(base, tmp_path_factory):
 
 @pytest.fixture
 def words(layout_models, tmp_path):
-    """Return flags that train a small Llama on conversations."""
+    """Return flags to train a small Llama on conversations."""
     model = layout_models / "llama"
     return ["-m", model, "-d", prepare_conversations(tmp_path, model=model)]
 
@@ -106,8 +106,8 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, words):
         first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
     model.num_targets = chapter.answers_at(args, train_set, 1)
     loss = chapter.forward_backward(args, model, train_set, 1, device).item()
-    # Check that evaluate() divides by the number of learned tokens of the held-out samples, not of
-    # the step.
+    # Check that evaluate() divides by the number of learned tokens in the held-out samples, not by
+    # the number in the step's samples.
     assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
     assert loss == pytest.approx(first, abs=1e-6)
 
@@ -212,8 +212,8 @@ def test_checkpoint_holds_only_adapters(run_dir):
     assert weights and all(".lora_" in name for name in weights)
     num_weights = sum(weight.numel() for weight in weights.values())
     # Each of two ranks writes a file with parts of each weight, of its two moments and of its step
-    # counter. A weight and its moments take 12 bytes. In addition, each part takes about 1.6 KiB in
-    # the file.
+    # counter. An element of a weight takes 12 bytes, with its moments. In addition, each part takes
+    # about 1.6 KiB in the file.
     size = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step-00000004/*"))
     assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 

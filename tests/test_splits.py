@@ -31,7 +31,7 @@ def all_mixtures():
 def with_experts(kinds):
     """Return the families as names for save_small_model(), some with settings.
 
-    Without these settings, the two layers of the family's small model would have no experts.
+    Without its settings, the two layers of a family's small model would have no experts.
     """
     numbers = {kind: getattr(CONFIG_MAPPING[kind](), "first_k_dense_replace", 0) for kind in kinds}
     settings = "+first_k_dense_replace=1+n_group=1+topk_group=1"

@@ -79,7 +79,7 @@ def test_notebook_is_valid_and_uses_known_flags():
 
 @pytest.mark.exhaustive
 def test_notebook_trains_one_curve_on_two_processes(tmp_path):
-    """Run the notebook's cells with two CPU processes, and with a smaller file of arguments."""
+    """Run the notebook's cells with two CPU processes, and with smaller values in try.args."""
     lines = []
     for text in cells():
         lines.append(f"(\n{text}\n)")

@@ -29,7 +29,7 @@ def test_step_reads_no_value_from_the_device(load, models, name):
 def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
     load, one_rank_group, chapter, precision, further
 ):
-    """Count the all-reduces: one for each bucket and, in fp16, one for a flag of a bad loss."""
+    """Count the all-reduces: one for each bucket and, in fp16, one for the flag of a fatal step."""
     words = ["--global-batch-size", 8, "--precision", precision]
     events, ddp = events_of_steps(load(chapter), *words)
     num_buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))

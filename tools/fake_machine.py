@@ -236,8 +236,8 @@ def attention_on(options):
         if is_half and attn_mask is None and capability >= (8, 0):
             flash = aten._scaled_dot_product_flash_attention
             return flash(*inputs, dropout_p, is_causal, **scale)[0]
-        # If heads are grouped, compute attention in separate operations, because only the flash
-        # kernel accepts grouped heads.
+        # If heads are grouped, compute attention in separate operations, because the
+        # memory-efficient kernel below does not accept grouped heads.
         if has_groups:
             unfused = aten._scaled_dot_product_attention_math
             return unfused(*inputs, attn_mask, dropout_p, is_causal, enable_gqa=True, **scale)[0]
@@ -249,7 +249,7 @@ def attention_on(options):
 
 # ---- the ranks -------------------------------------------------------------------------------
 def add_ranks(options, rank):
-    """Make this process rank number `rank` of a process group whose collectives send nothing."""
+    """Let this process be the rank `rank` of a process group whose collectives send nothing."""
     start, new = dist.init_process_group, dist.new_group
     backend = "cpu:fake,gpu:fake"
 

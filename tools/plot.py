@@ -62,8 +62,8 @@ def series(rows, name):
 def largest_difference(runs):
     """Return the largest difference between a loss of the first run and of any other run.
 
-    Compare the training losses and the validation losses of the same step. Return None if no two
-    runs have the same step.
+    Compare the training losses and the validation losses of the same step. Return None if no
+    other run has a step of the first run.
     """
     worst = []
     for name in ("loss", "val_loss"):

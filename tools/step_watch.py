@@ -193,7 +193,7 @@ class Watch(TorchDispatchMode):
         return output
 
     def read(self, func, tensor):
-        """Return zero for a fake tensor, which has no value to read, or a real tensor's value.
+        """Return the value of a real tensor, or zero for a fake tensor, which has no value.
 
         If the tensor is on the GPU, count a wait.
         """

@@ -24,8 +24,8 @@ from plot import fail  # noqa: E402
 
 # These settings make the built-in model `tiny` smaller.
 MODEL = "hidden_size=64 intermediate_size=176 num_hidden_layers=2 head_dim=16"
-# Map each rule to a power: if a batch is n times as large as the smallest batch, it trains at n **
-# power times the best rate of the smallest batch.
+# Map each rule to a power. For a batch n times as large as the smallest batch, the rule multiplies
+# the best rate of the smallest batch by n ** power.
 RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}
 
 
@@ -86,7 +86,10 @@ def scaled(losses):
 
 
 def batch_sizes(args, folder):
-    """Train each batch size at each rate and at the rules' rates; print the losses of each rule."""
+    """Train with each batch size at each rate and at the rules' rates; yield a row for each run.
+
+    At the end, print the losses of each rule.
+    """
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
             problem = f"not divisible by a batch of {size}"

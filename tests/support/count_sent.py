@@ -1,4 +1,4 @@
-"""Run a chapter's script, and count what rank 0 sends in its second training step.
+"""Run a chapter's script, and count what rank 0 sends in each training step.
 
 Start this file once per rank, with a file for the counts, the chapter's script, and its arguments.
 """
@@ -19,7 +19,8 @@ from step_watch import Watch
 def main():
     """Train with a chapter's script; let rank 0 write a JSON file with the bytes that it sends.
 
-    The file has one row per step and kind of collective, as under `sent` in the dry run's JSON.
+    The file has a list of rows with the keys of `sent` in the dry run's JSON, such as `phase`,
+    `kind` and `bytes`.
     """
     output, script, *words = sys.argv[1:]
     options = dry_run.parse_args(["--gpus", "1", "--", script])

@@ -60,7 +60,7 @@ OWN_SETTINGS["mimo_v2_flash"] |= {"swa_num_key_value_heads": 8}
 OWN_SETTINGS["zamba2"] = {"layers_block_type": ["hybrid"] * 2, "hybrid_layer_ids": [0, 1]}
 OWN_SETTINGS["zamba2"] |= {"mamba_headdim": 8, "attention_hidden_size": 64}
 OWN_SETTINGS["zamba2"] |= {"attention_head_dim": 32}
-# In each of these variants, a setting changes the attention or the loss of a family.
+# In each of these variants, a setting changes the attention, the loss or the weights of a family.
 VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sliding_window=8
     phi3+sliding_window=8 starcoder2+sliding_window=8 cohere2+sliding_window=8
     olmo3+sliding_window=8 modernbert-decoder+sliding_window=8

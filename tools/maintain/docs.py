@@ -102,7 +102,7 @@ def patch(path):
 
 
 def sample(name, head=None, tail=0, speed=True):
-    """Print the recorded output of a command: all lines, or the first `head` and the last `tail`.
+    """Print the recorded output of a command: all lines, or the first `head` and last `tail` lines.
 
     With speed=False, leave out the speeds, which would differ from the speeds in other samples.
     """

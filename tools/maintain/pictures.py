@@ -540,8 +540,8 @@ def muon_exchange():
         left = 20 + 206 * number
         picture.text(left + 74, 20, name, "bold small")
         for matrix, half in product(range(4), range(2)):
-            # In the middle, a rank has both halves of two matrices. On the left and on the right,
-            # it has one half of each matrix.
+            # In the middle of the picture, a rank has both halves of two matrices. On the left and
+            # on the right, it has one half of each matrix.
             rank, row, height = (matrix // 2, half, 30) if number == 1 else (half, matrix // 2, 38)
             x, y = left + 74 * (matrix % 2), 58 + 112 * rank + height * row
             text, color = f"{'ABCD'[matrix]} {('top', 'bottom')[half]}", COLORS[matrix]

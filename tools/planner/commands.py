@@ -39,14 +39,14 @@ def layout_of(args, chapter, words, layout_words):
     Return None if the chapter's script refuses the layout.
     """
     script = SCRIPTS[chapter].relative_to(ROOT)
-    # Return None if the chapter refuses the layout, because the samples, layers or heads may not be
-    # divisible by the number of ranks.
+    # If the chapter refuses the layout, return None. For example, a chapter refuses to divide 4
+    # heads among 8 ranks.
     refusing = mock.patch.object(newest_chapter(), "fail", refuse)
     with contextlib.suppress(UnsupportedModelError), refusing:
         training_args = parse_training_args([*words, *layout_words], args.ranks)
         values = argparse.Namespace(**vars(args) | vars(training_args))
         setting = setting_of(values, chapter)
-        # Check the model, because from chapter 05 on scripts refuse some models.
+        # Check the model, because the scripts from chapter 05 on refuse some models.
         if chapter >= "05":
             check_split(setting, args.model)
         script_words = shlex.join([str(script), *last_of_each(words)])

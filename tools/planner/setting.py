@@ -23,7 +23,7 @@ ADDED_BY = {
     "pipeline_parallel_size": ("07", 1),
     "expert_parallel_size": ("09", 1),
 }
-# The formulas know the memory and the FLOPs of these kinds of layers.
+# The planner's formulas cover the memory and the FLOPs of these kinds of layers.
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -71,7 +71,7 @@ class ExpertShape(tuple):
 
 
 def numbers(shapes):
-    """Return the total number of elements in tensors of these shapes."""
+    """Return the total number of elements in tensors of the given shapes."""
     return sum(map(math.prod, shapes))
 
 
@@ -83,7 +83,7 @@ def local_numbers(shapes, setting):
 
 
 def shard_numbers(shapes, setting):
-    """Return the number of elements in rank 0's shards of tensors of these shapes.
+    """Return the number of elements in rank 0's shards of tensors of the given shapes.
 
     FSDP2 cuts the first dimension into chunks of the same size, rounded up. It pads all shards to
     this size for communication: see torch.chunk and _get_dim0_padded_size.
@@ -92,7 +92,7 @@ def shard_numbers(shapes, setting):
 
 
 def padded_numbers(shapes, setting, least_shards=1):
-    """Return the number of elements in all shards of these tensors, with FSDP's padding.
+    """Return the number of elements in all shards of the given tensors, with FSDP's padding.
 
     Leave out tensors with fewer than `least_shards` shards.
     """
@@ -102,7 +102,7 @@ def padded_numbers(shapes, setting, least_shards=1):
 
 @functools.cache
 def shards_of(shapes, num_shards, num_expert_shards, expert_ranks):
-    """Return the number of elements in a rank's shards, by the number of shards of a tensor."""
+    """Return the number of elements in a rank's shards, by the number of shards per tensor."""
     found = Counter()
     for shape in shapes:
         is_expert, rows, columns = isinstance(shape, ExpertShape), shape[0], math.prod(shape[1:])
@@ -136,7 +136,7 @@ def muon_shapes(layers):
 
 
 def power_of_two(number):
-    """Return the smallest power of two that is not below this number."""
+    """Return the smallest power of two that is not below `number`."""
     return 2 ** math.ceil(math.log2(number))
 
 

@@ -31,7 +31,7 @@ from setting import ExpertShape, Model, UnsupportedModelError
 # On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
 # loop.
 moe._can_use_grouped_mm = lambda *_: False
-# Let autocast compute experts on the CPU in bf16, too, as it does in chapters 01 to 03.
+# Let autocast compute experts on the CPU in bf16, as the scripts of chapters 01 to 03 do.
 torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))}
@@ -155,7 +155,7 @@ def simulate_ranks():
 
 
 def mesh_of(ranks):
-    """Return a device mesh of these simulated ranks, with one dimension."""
+    """Return a device mesh with one dimension, which holds the simulated ranks in `ranks`."""
     simulate_ranks()
     with unset_fake_temporarily():
         return DeviceMesh("cpu", ranks)
@@ -306,7 +306,7 @@ def split_stages(model, model_name, ranks, num_stages):
 
 @functools.cache
 def active_numbers(model):
-    """Count the weights in the layers that one token uses; leave out all other experts."""
+    """Count the weights in the layers, but leave out the experts that a token does not use."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
