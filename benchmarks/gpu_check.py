@@ -618,7 +618,7 @@ class Session:
         self.machine = harness.describe_machine(gpus=False) | describe_gpus(args.device)
         self.count, [gpu, *_] = self.machine["count"], self.machine["gpus"]
         size = float(gpu["memory.total"]) / 1024
-        # The planner predicts that chapter 02 needs 53 GiB to train LARGE with two samples in a
+        # The planner predicts that chapter 02 needs 54 GiB to train LARGE with two samples in a
         # micro-batch, and 39 GiB with one sample. So use one sample on a GPU of up to 70 GiB.
         self.micro = 2 if size > 70 else 1
         self.has_float8 = float(gpu.get("compute_cap", 8.9)) >= 8.9

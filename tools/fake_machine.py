@@ -236,8 +236,8 @@ def attention_on(options):
         if is_half and attn_mask is None and capability >= (8, 0):
             flash = aten._scaled_dot_product_flash_attention
             return flash(*inputs, dropout_p, is_causal, **scale)[0]
-        # If heads are grouped, compute attention in separate operations, because the
-        # memory-efficient kernel below does not accept grouped heads.
+        # If heads are grouped and the flash kernel cannot run, assume that torch computes attention
+        # in separate operations, which need the most memory.
         if has_groups:
             unfused = aten._scaled_dot_product_attention_math
             return unfused(*inputs, attn_mask, dropout_p, is_causal, enable_gqa=True, **scale)[0]
