@@ -308,7 +308,8 @@ def text_of(row, column):
         raise ValueError(f"no column {column}; choose --text-column from: {', '.join(row)}")
     text = row[column]
     if isinstance(text, str):
-        # Convert a lone surrogate to a byte, so that decode() rejects it below.
+        # Restore the bytes that rows_of() has stored as surrogates, so that decode() rejects them
+        # below. For any other surrogate, encode() raises an error.
         text = text.encode(errors="surrogateescape")
     if not isinstance(text, bytes):
         raise ValueError(f"column {column} holds {text!r:.80} instead of text")

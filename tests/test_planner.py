@@ -63,8 +63,9 @@ def main(monkeypatch, options):
 # ---- bytes that are known --------------------------------------------------------------------
 
 
-# Each of two tensor-parallel ranks has half of each matrix, and all of each norm. The first of two
-# stages has two layers and the embedding.
+# Each value has the numbers of weights and of tensors on the rank with the highest peak. Each of
+# two tensor-parallel ranks has half of each matrix, and all of each norm. The first of two stages
+# has two layers and the embedding.
 STATES = {
     "--chapter 02": (4 * TINY_LAYER + TINY_ROOT, 39),
     "--chapter 04": ((4 * TINY_LAYER + TINY_ROOT) / 4, 39),
@@ -108,7 +109,8 @@ def test_muon_keeps_one_moment_for_each_matrix_of_a_layer():
     assert plans[0]["checkpoint"] - plans[1]["checkpoint"] == 4 * matrices + 4 * 28
 
 
-# The first layer has no experts. Each of the other 3 layers has 16 experts of 3 × 128 × 64 weights.
+# The first layer of tiny-mixture has no experts. Each of the other three layers has 16 experts of
+# 3 × 128 × 64 weights.
 MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture --gpus-per-node 4 -b 1 --recompute full"
 EXPERTS = 16 * 3 * 128 * 64
 
@@ -215,7 +217,8 @@ def test_small_margin_is_tight(gpu, host, word, text):
 # Llama-3.1-8B has 32 layers. Outside of them, it has an embedding, a head and a norm.
 WEIGHTS_8B, LAYERS, ROOT_8B = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER_8B = (WEIGHTS_8B - ROOT_8B) // LAYERS
-# Tensor-parallel ranks split all weights except the weights of the norms.
+# These are the numbers of weights that a tensor-parallel rank has of a layer and of the root. Eight
+# ranks split all weights except the weights of the norms.
 SPLIT_8B = [(LAYER_8B - 2 * 4096) // 8 + 2 * 4096, (ROOT_8B - 4096) // 8 + 4096]
 # Map each way to split Llama-3.1-8B on nodes of eight GPUs to its flags.
 SPLITS = {
