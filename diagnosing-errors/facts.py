@@ -40,10 +40,10 @@ def reach_of(hosts_file):
 
 
 def look_at(words, pids):
-    """Return the own name of the host that `words` reach, and the states of its processes `pids`.
+    """Ask a host for its name and for the states of its processes `pids`; return the answer.
 
-    A state is the letter that ps shows. A process that has ended has no state. If the host does not
-    answer, return the error instead.
+    `words` come before a command to run it on the host. A state is the letter that ps shows. A
+    process that has ended has no state. If the host does not answer, return the error instead.
     """
     files = [f"/proc/{pid}/stat" for pid in pids]
     command = [*words, "cat", "/proc/sys/kernel/hostname", *files]

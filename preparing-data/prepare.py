@@ -135,7 +135,8 @@ def parse_args():
         fail(f"--output {args.output}: must end in .tokens; use --output {args.output}.tokens")
     args.text_column = getattr(args, "text_column", "text" if args.kind == "text" else None)
     if args.kind != "text":
-        # Round --piece down, because a packed sample must not continue in the next piece.
+        # Round --piece down to a multiple of --seq-length, because a packed sample must not
+        # continue in the next piece.
         args.piece -= args.piece % max(1, args.seq_length)
     for name, minimum in {"seq_length": 2, "piece": 1, "workers": 0}.items():
         if getattr(args, name) < minimum:
@@ -190,7 +191,10 @@ def open_decompressed(path):
 
 
 def files_of(folder):
-    """Return the files of a folder that hold training data; print which files are left out."""
+    """Return the files of a folder that hold training data; print which files are left out.
+
+    Do not print the files that match NO_DATA.
+    """
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = sorted(path.relative_to(folder) for path in paths)
     names = [name for name in names if not NO_DATA.fullmatch(str(name).lower())]
@@ -304,7 +308,8 @@ def text_of(row, column):
         raise ValueError(f"no column {column}; choose --text-column from: {', '.join(row)}")
     text = row[column]
     if isinstance(text, str):
-        # Convert a lone surrogate to a byte, so that decode() rejects it below.
+        # Restore the bytes that rows_of() has stored as surrogates, so that decode() rejects them
+        # below. For any other surrogate, encode() raises an error.
         text = text.encode(errors="surrogateescape")
     if not isinstance(text, bytes):
         raise ValueError(f"column {column} holds {text!r:.80} instead of text")
@@ -497,7 +502,7 @@ def start_workers(args):
     """Return an executor that runs tokenize() in processes or, for a single worker, in a thread."""
     if args.workers == 1:
         return ThreadPoolExecutor(1)
-    # Let each process tokenize with one thread, because there is a process for each core.
+    # Let each process tokenize with one thread, because by default each core has its own process.
     os.environ["RAYON_NUM_THREADS"] = "1"
     return ProcessPoolExecutor(args.workers, get_context("spawn"), initializer=start_worker)
 

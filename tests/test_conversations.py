@@ -441,7 +441,7 @@ LAYOUTS = {
 
 
 def merged(chapter, folder):
-    """Merge the changes from chapter 05 to conversations into a later chapter.
+    """Merge the changes from chapter 05 to fine-tuning/conversations into a later chapter.
 
     Return the path of the merged script.
     """

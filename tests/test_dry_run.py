@@ -434,7 +434,7 @@ BAD = {
     "--gpus 0": "argument --gpus: must be at least 1, not 0",
     "--gpus 12": "--gpus 12: not divisible by --gpus-per-node 8; choose a multiple",
     "--gpus 8 --rank foo": "--rank foo: unknown rank; choose from 0 to 7, or last",
-    # The script itself refuses this value, because the dry run also checks the script's flags.
+    # The script itself reports this error, because the dry run lets the script check its flags.
     "--gpus 3": "--global-batch-size 32: not divisible by 3 data-parallel ranks; choose a multiple",
     "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7, or last",
 }

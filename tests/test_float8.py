@@ -132,7 +132,7 @@ def test_largest_value_changes_the_rounding_only_without_powers_of_two(script, t
 def test_scale_keeps_zeros_and_turns_infinity_into_nan(script):
     for tensor in (torch.zeros(2, 2), torch.tensor([[1e-40, 0.0]])):
         assert not rounded(script, tensor).any()
-    # On a CPU, torch converts infinity to the largest number, which is finite.
+    # On a CPU, torch converts infinity to the largest number in float8_e4m3fn, which is finite.
     assert torch.tensor([math.inf]).to(torch.float8_e4m3fn).item() == 448.0
     for bad in (math.inf, -math.inf, math.nan):
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -151,9 +151,9 @@ def test_largest_value_fits_and_powers_of_two_stay(script, exponent):
 
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limited):
-    """Check that the script detects infinity in a layer, because the scale becomes infinite, too.
+    """Check that the script detects infinity in a layer: the layer's scale becomes infinite, too.
 
-    If a test limits the scale, the script misses the infinity.
+    With a limit on the scale, the script must miss the infinity.
     """
     if is_limited:
         old, changed = "tensor.abs().amax().float()", tmp_path / "train_llm.py"

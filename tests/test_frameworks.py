@@ -136,7 +136,7 @@ def test_run_follows_the_curve_of_the_chapters(curve_of, root, held_out, run):
 
     The losses may differ by 1e-5 in fp32, and by 5e-3 if the forward pass is in bf16.
 
-    With weights in bf16, the forward pass reads rounded weights, so losses differ by up to 2e-2.
+    With weights in bf16, the forward pass reads rounded weights, so the losses may differ by 2e-2.
     """
     reference, curve = curve_of(reference_of(run)), curve_of(run)
     if "bf16" in run:

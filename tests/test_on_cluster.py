@@ -23,7 +23,7 @@ LONG += ["--checkpoint-every", "20"]
 # of launchers begin with a different word.
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-# Each of these launchers starts a script on two ranks of each of the hosts h1 and h2.
+# Each of these launchers starts two ranks of a script on each of the hosts h1 and h2.
 SBATCH = "sbatch --nodes=2 --gpus-per-node=2 "
 LAUNCHERS = {
     "ssh": "{chapter}/ssh/launch.sh {folder}/hosts.txt",
@@ -290,9 +290,9 @@ def test_job_that_cannot_train_is_not_requeued(user, requeues):
     [(9, 300, "must stop 300 s before its end; submit it with a longer --time"), (9, 60, "")],
 )
 def test_job_without_time_for_a_stop_is_refused(user, minutes, seconds, message):
-    """Let Slurm send the stop signal to a job of 9 minutes 300 s or 60 s before its end.
+    """Submit a job of 9 minutes; its stop signal comes 300 s or 60 s before its end.
 
-    With 300 s, train.sbatch refuses the job. With 60 s, the ranks have 40 s for a stop.
+    With 300 s, train.sbatch refuses the job. With 60 s, the ranks have 40 s to save and stop.
     """
     user.env |= {"SBATCH_SIGNAL": f"B:USR1@{seconds}", "RANKS_PER_NODE": "1"}
     script = user.folder / "limit.py"
@@ -324,8 +324,8 @@ def test_cancelled_job_saves_and_continues_on_other_nodes(user, curves, before, 
     assert user.cluster.job(job)["JobState"] == "CANCELLED", "the cancelled job was requeued"
 
 
-# If h2 dies, the torchrun on h1 continues alone. If h1 dies, both torchruns exit, because the
-# rendezvous is on h1.
+# Both hosts run this command. If h2 dies, the torchrun on h1 continues alone. If h1 dies, both
+# torchruns exit, because the rendezvous is on h1.
 ELASTIC = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 ELASTIC += " --rdzv-id elastic --rdzv-endpoint h1:29400 --rdzv-conf last_call_timeout=10"
 

@@ -63,8 +63,9 @@ def main(monkeypatch, options):
 # ---- bytes that are known --------------------------------------------------------------------
 
 
-# Each of two tensor-parallel ranks has half of each matrix, and all of each norm. The first of two
-# stages has two layers and the embedding.
+# Each value has the numbers of weights and of tensors on the rank with the highest peak. Each of
+# two tensor-parallel ranks has half of each matrix, and all of each norm. The first of two stages
+# has two layers and the embedding.
 STATES = {
     "--chapter 02": (4 * TINY_LAYER + TINY_ROOT, 39),
     "--chapter 04": ((4 * TINY_LAYER + TINY_ROOT) / 4, 39),
@@ -108,7 +109,8 @@ def test_muon_keeps_one_moment_for_each_matrix_of_a_layer():
     assert plans[0]["checkpoint"] - plans[1]["checkpoint"] == 4 * matrices + 4 * 28
 
 
-# The first layer has no experts. Each of the other three has 16 experts of 3 × 128 × 64 weights.
+# The first layer of tiny-mixture has no experts. Each of the other three layers has 16 experts of
+# 3 × 128 × 64 weights.
 MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture --gpus-per-node 4 -b 1 --recompute full"
 EXPERTS = 16 * 3 * 128 * 64
 
@@ -215,9 +217,10 @@ def test_small_margin_is_tight(gpu, host, word, text):
 # Llama-3.1-8B has 32 layers. Outside of them, it has an embedding, a head and a norm.
 WEIGHTS_8B, LAYERS, ROOT_8B = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER_8B = (WEIGHTS_8B - ROOT_8B) // LAYERS
-# Tensor-parallel ranks split all weights except the weights of the norms.
+# These are the numbers of weights that a tensor-parallel rank has of a layer and of the root. Eight
+# ranks split all weights except the weights of the norms.
 SPLIT_8B = [(LAYER_8B - 2 * 4096) // 8 + 2 * 4096, (ROOT_8B - 4096) // 8 + 4096]
-# Each way to split Llama-3.1-8B on nodes of eight GPUs needs these flags.
+# Map each way to split Llama-3.1-8B on nodes of eight GPUs to its flags.
 SPLITS = {
     "DDP": "--chapter 02",
     "kept": "--no-reshard-after-forward",
@@ -311,8 +314,8 @@ def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
     assert step.sent["copy"] == pytest.approx(formula, rel=1e-12)
     if nodes == 1:
         assert step.sent["network"] == 0, "a single node sends something"
-    # In a ring of all ranks, each node sends the bytes of one rank to the next node, through eight
-    # network adapters. Replicas send only shards.
+    # In a ring of all ranks, only one rank of a node sends to the next node, so each of the node's
+    # eight ranks counts an eighth of these bytes. Replicas send only shards.
     elif split == "FSDP":
         assert step.sent["network"] == pytest.approx(formula / 8, rel=1e-12)
     elif split == "hybrid":
@@ -604,7 +607,7 @@ def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
 def check(row):
     """Fail unless the state of training is exactly as planned, and the peak almost as planned.
 
-    The planned peak differs from the measured peak by at most 0.08%. For a pipeline, the planned
+    The planned peak differs from the measured peak by at most 0.1%. For a pipeline, the planned
     peak is 2.6% to 3.2% too high, for an unknown reason.
     """
     assert row["exact"], row
@@ -625,7 +628,7 @@ def test_measured_runs_were_as_planned(case, tmp_path):
 
 @pytest.mark.slow
 # Run this test alone, because the profiler does not see the memory that Gloo's threads release.
-# Beside other tests, the peak of a run of chapter 02 once seemed to have the gradients twice.
+# Beside other tests, the profiler once counted the gradients of a run of chapter 02 twice.
 @pytest.mark.alone
 def test_runs_are_as_planned(tmp_path):
     cases = ["02 bf16", "04 kept", "05 selective", "06 full", "07"]

@@ -210,7 +210,7 @@ def test_output_of_different_content_is_refused(tmp_path):
     source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
     source.write_text("alpha")
     prepare(output, source)
-    # Write a different text with the same size and modification time, as rsync may leave it.
+    # Write a different text of the same size, and restore the modification time, as rsync may do.
     times = source.stat()
     source.write_text("omega")
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -373,7 +373,7 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_report_it(tmp_path, sta
 
 
 def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, load, monkeypatch):
-    """Let a piece appear after the file that ends its part, as a shared file system may."""
+    """Let a piece appear after the file that ends its part, as on a slow shared file system."""
     chapter, late = load("01"), tmp_path / "o.tokens/000003.tokens"
     write_shards(tmp_path / "shards", 3, 60)
     for part in ("0/2", "1/2"):

@@ -15,10 +15,10 @@ from readme import Block, blocks, commands, readmes, shown
 
 # The values after these words differ between any two runs.
 MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
-# These samples consist of measurements. Only the first words of their last lines stay the same.
 # Numbers in these samples may differ by more than 0.1%, because float8 amplifies the rounding
 # differences between CPUs. The difference in float8-check has only two digits.
 TOLERANCES = {"float8-run": 0.005, "float8-check": 0.05}
+# These samples consist of measurements. Only the first words of their last lines stay the same.
 LIVE = {"data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
 # These samples show many steps, so rounding errors grow, and change some numbers and words.
 LIVE |= {"conversations-run", "lora-run", "preferences-run", "09-balance", "small-run"}
@@ -106,7 +106,10 @@ def first_words(text):
 
 
 def differences(expected, output, tolerance=1e-3):
-    """Return the pairs of lines that differ by more than `tolerance` and measurements."""
+    """Return the pairs of lines that differ.
+
+    Ignore measured values, and relative differences of numbers up to `tolerance`.
+    """
     lines, other_lines = expected.splitlines(), output.splitlines()
     if len(lines) != len(other_lines):
         return [(f"{len(lines)} lines", f"{len(other_lines)} lines: {output}")]

@@ -13,8 +13,8 @@ from chapters import chapters
 from conftest import ROOT, run_command
 from readme import blocks
 
-# If a reader searches for the text of an error, one of the first three results must lead to this
-# section of a page.
+# Each key is a text that a reader may search for. One of the first three results must lead to the
+# section of a page that is the key's value.
 ENTRIES = {
     "out of memory": "diagnosing-errors/faults.html#device-out-of-memory",
     "nccl timeout": "docs/questions.html#row-nccl-timed-out",

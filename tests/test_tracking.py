@@ -53,7 +53,7 @@ def rows_in_events(run_dir):
     try:
         events.Reload()
     except FileNotFoundError:
-        # track.py has deleted the file while TensorBoard was reading it.
+        # Let the caller read again, because track.py has deleted the file during this read.
         return None
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):

@@ -182,7 +182,7 @@ def test_made_up_facts_give_the_expected_verdict(case):
 # ---- stragglers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
-    """Let rank 1 call each collective 60 ms late; one collective takes 100 ms."""
+    """Let rank 1 call each collective 60 ms late; the calls of a rank are 100 ms apart."""
     same = MOVING | {"calls": STEPS * 2}
     facts = run(same | {"late": 0.06, "lines": {"train_llm.py:99 read": 0.6}}, size, **same)
     *verdict, reason = judged(facts)

@@ -363,7 +363,7 @@ def run_ranks(options, ranks):
     context, results = multiprocessing.get_context("fork"), []
     cores = len(os.sched_getaffinity(0))
     # Exclude existing objects from the garbage collection of each rank. If a rank deleted a process
-    # group from before the fork, it would wait for threads that a fork does not copy.
+    # group that existed before the fork, it would wait for threads that a fork does not copy.
     gc.freeze()
     for first in range(0, len(ranks), cores):
         receivers = {}

@@ -48,7 +48,7 @@ def parts(source):
             name = "__main__"
         else:
             continue
-        # The first decorator is above the line of the function.
+        # Begin a part with its first decorator, which is above the line of the function or class.
         first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])])
         found[name] = range(first, node.end_lineno + 1)
     return found

@@ -158,7 +158,7 @@ def files_in(paths):
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
     listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     files = {Path(name) for name in listed.splitlines()}
-    # git also lists a file that was deleted since the last commit.
+    # Leave out deleted files, because git lists them until the deletion is committed.
     return sorted(file for file in files if file.suffix in (".md", ".py") and file.exists())
 
 

@@ -76,7 +76,7 @@ def stage_readme(path, stage):
 
 
 def stage_pictures(stage):
-    """Write a light and a dark version of each picture, which ignore the system's color theme."""
+    """Write two versions of each picture, light and dark, that ignore the system's color theme."""
     for path in (ROOT / "assets").glob("*.svg"):
         for theme, media in (("light", "not all"), ("dark", "all")):
             text = path.read_text().replace("(prefers-color-scheme: dark)", media)

@@ -132,8 +132,7 @@ def segments_of(setting):
     Raise an UnsupportedModelError if the model cannot run in this setting.
     """
     setting = setting.changed(device="cuda", cpu_offload=False, pipeline_parallel_size=1)
-    # From chapter 04 on, trace only chapters 04 and 05, because later chapters build the same model
-    # as 05.
+    # Trace chapters 06 to 09 as chapter 05, because all of these chapters build the same model.
     setting.chapter = min(setting.chapter, "05")
     key = (setting.model, *(getattr(setting, name) for name in TRACED_ARGS))
     if key not in TRACES:
@@ -265,7 +264,7 @@ def split_attention(setting, model):
     """Let the model compute attention as the last context-parallel rank does."""
     chapter, size = newest_chapter(), setting.context_parallel_size
     mesh = mesh_of([*range(size)])
-    # This process is rank 0, but the last rank attends to the most keys.
+    # Pretend that this process, which is rank 0, is the last rank, which attends to the most keys.
     mesh.get_local_rank = lambda: size - 1
     mask = chapter.causal_lower_right(setting.seq_length // size, setting.seq_length)
     styles = {

@@ -47,7 +47,7 @@ def published_runs():
 
 
 def log_misses(runs, numbers):
-    """Return the logarithm of each run's predicted speed divided by its published speed.
+    """Return each run's miss: the logarithm of its predicted speed divided by its published speed.
 
     `numbers` has the values to use in place of the constants of the speed model.
     """

@@ -311,7 +311,8 @@ class ShardedMemory(StepMemory):
         self.update_peak(f"copy of {self.name_of(group)}")
         output = self.gather_buffers.pop(group)
         if self.is_forward:
-            # FSDP keeps the previous output buffer until this copy has been launched.
+            # Free the previous group's buffer only now, because FSDP keeps it until it has launched
+            # the copy of this group's weights.
             self.held["communication"] -= self.last_gather_buffer
             self.last_gather_buffer = output
         else:

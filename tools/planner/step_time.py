@@ -61,8 +61,8 @@ SPEEDS = {
 # Each row has NCCL's own estimates, from src/graph/tuning.cc at b6475625. The first number is the
 # share of the ring's bandwidth that a collective reaches. The other numbers are the microseconds of
 # the start, of a hop inside a node, and of a hop between nodes. NCCL chooses the fastest row. Only
-# an all-reduce can use a tree, so an all-gather or a reduce-scatter needs N − 1 hops. The table
-# leaves out NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252).
+# an all-reduce can use a tree, so an all-gather or a reduce-scatter of N ranks needs N − 1 hops.
+# The table leaves out NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252).
 NCCL = {
     ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
     ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
@@ -381,7 +381,7 @@ class StepTime:
     def pipeline_step(self):
         """Return the seconds of a pipeline's step, which ends with the reductions of all stages."""
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
-        # Each micro-batch sends hidden states and their gradients through each stage of a rank.
+        # For each micro-batch, each stage of a rank sends hidden states and, later, gradients.
         size = 2 * setting.num_stages // setting.pipeline_parallel_size * count * self.tokens
         size *= self.model.config.hidden_size * setting.compute_bytes
         size /= setting.tensor_parallel_size * setting.context_parallel_size
@@ -416,6 +416,7 @@ def speed_of(setting, kind=StepTime):
 
     `mfu` is the share of the GPUs' peak that the model's FLOPs use, without recomputation.
     `exposed` is the share of the step that a rank spends neither on computation nor on AdamW.
+    `network_gb` is the rank's share of the GB that leave its node.
     """
     step = kind(setting)
     tokens = setting.global_batch_size * setting.seq_length / setting.ranks

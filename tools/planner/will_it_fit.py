@@ -206,7 +206,8 @@ def candidates(args):
     """Return the names of the settings to try, with the flags that each setting changes.
 
     From chapter 06 on, several ranks share a sample. Chapters 02 and 04 would split the batch into
-    different micro-batches, so their settings are left out.
+    different micro-batches, so their settings are left out. With LoRA, they are left out, too,
+    because fine-tuning/lora is based on chapter 05.
     """
     if args.chapter < "06" and not args.lora_rank:
         return SETTINGS
