@@ -323,7 +323,7 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
 
 
 def disagreement(curve, other_curve):
-    """Return the metrics that differ by 1e-5 or more between two runs, with the largest difference.
+    """Return, by metric, the largest difference between two runs; leave out values below 1e-5.
 
     The difference between two gradient norms is divided by the first run's norm, because rounding
     errors are larger in large gradients.

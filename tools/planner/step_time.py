@@ -153,7 +153,7 @@ def ring(setting, name):
     """
     if name == "tensor":
         return setting.tensor_parallel_size, 1, setting.nvlink_gbs
-    # A ring of replicas has one rank on each node, so all its messages use the network.
+    # Assume that a ring of replicas has one rank on each node, so all its messages use the network.
     if name == "replicas":
         return setting.replicas, setting.replicas, setting.network_gbs
     ranks = setting.ranks if setting.chapter == "02" else setting.shards
@@ -241,8 +241,8 @@ class StepTime:
         ranks, nodes, gbs = ring(self.setting, name)
         seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
         self.sent[name] += times * sent
-        # Divide the bytes that leave a node among the node's ranks, because a ring leaves each node
-        # only once.
+        # Divide the bytes that leave a node among the ring's ranks in the node, because a ring
+        # leaves each node only once.
         if nodes > 1:
             self.sent["network"] += times * sent * nodes / ranks
         return seconds
@@ -349,8 +349,8 @@ class StepTime:
     def sharded_step(self):
         """Return the seconds of a step under FSDP, without the optimizer."""
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
-        # Gather the last layer only once, because it stays gathered until the backward pass. Gather
-        # the other layers twice if they are freed after the forward pass.
+        # In each micro-step, gather the last layer only once, because it stays gathered until the
+        # backward pass. Gather the other layers twice if they are freed after the forward pass.
         reshards, seconds_per_gb = setting.reshard_after_forward, 1 / setting.pcie_gbs
         times = count * (2 * depth - 1 if reshards else depth), count
         gather, root_gather = self.per_group("all-gather", times, seconds_per_gb)
@@ -383,7 +383,8 @@ class StepTime:
         """
         depth, config = self.depth, self.model.config
         head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        # Send the gradient of an untied output layer first, because it is ready first.
+        # Send the gradient of an untied output layer first, because the backward pass computes it
+        # first.
         first = self.send("copy", "all-reduce", 4 * head)
         size = 4 * sum(map(numbers, self.model.layers)) / depth
         layer = self.send("copy", "all-reduce", size, depth)
@@ -396,7 +397,7 @@ class StepTime:
     def pipeline_step(self):
         """Return the seconds of a step of a pipeline, without the optimizer.
 
-        The step ends with the reductions of gradients.
+        The ranks reduce gradients only at the end of the step.
         """
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
         # Assume that, for each micro-batch, each stage of a rank sends hidden states and, later,
@@ -417,7 +418,7 @@ class StepTime:
         return max(seconds, size / setting.network_gbs / 1e9) + reduced
 
     def optimizer_step(self, stages):
-        """Return the seconds of AdamW, which reads or writes 10 numbers for each weight."""
+        """Return the seconds of AdamW, which reads or writes 10 numbers for each trained weight."""
         setting = self.setting
         ranks = setting.shards * setting.tensor_parallel_size * stages
         size = 10 * setting.weight_bytes * setting.model.weights / ranks
