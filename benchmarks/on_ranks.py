@@ -39,7 +39,7 @@ def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384
 
 
 def training_flags(folder, run_name, steps):
-    """Return the flags of a run of the 7M model, which saves its results in `folder`/`run_name`."""
+    """Return the flags of a run that trains the 7M model and writes to `folder`/`run_name`."""
     return f"""
         {LLAMA_7M} --seq-length {SEQ_LENGTH} --precision {fast_precision()}
         --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}

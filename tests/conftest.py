@@ -472,7 +472,8 @@ def models(tmp_path_factory):
 def layout_models(tmp_path_factory):
     """Save configurations of tiny models, and return their parent folder.
 
-    The sizes of these models allow every split over two or four ranks.
+    Each model has four layers and at least four heads for keys and values, so that two or four
+    ranks can split the model.
     """
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
     sizes |= {"intermediate_size": 128, "max_position_embeddings": 256}

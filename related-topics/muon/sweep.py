@@ -61,7 +61,7 @@ def curves_of(rows):
 
 
 def mean_of(runs):
-    """Return the mean of the runs' validation losses after each evaluated step."""
+    """Return the mean of the validation losses of `runs`, by step."""
     return {int(step): fmean(run[step] for run in runs) for step in runs[0]}
 
 

@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
 
     def forget(self, key, size):
-        """Subtract the bytes of a deleted storage from the live bytes; `key` is the storage's key."""
+        """Subtract the bytes of a deleted storage, whose key is `key`, from the live bytes."""
         self.live[self.kind_of.pop(key)] -= size
 
     def rename(self, tensor, kind):
