@@ -42,7 +42,7 @@ sys.path.append(str(ROOT / "tools"))
 
 
 def script_of(name):
-    """Return the path of a script by its chapter's number or by its folder, such as `float8`."""
+    """Return the path of a train_llm.py by its chapter's number or by the name of its folder."""
     paths = [*ROOT.glob(f"{name}-*/train_llm.py"), *ROOT.glob(f"*/{name}/train_llm.py")]
     return paths[0]
 
@@ -61,7 +61,7 @@ def load(script):
 
 
 def parser_of(docstring):
-    """Return a parser with the first line of `docstring` as description, and the flag --output."""
+    """Return a parser with the flag --output; its description is the first line of `docstring`."""
     parser = argparse.ArgumentParser(
         description=docstring.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -116,9 +116,10 @@ def fast_precision():
 
 
 def describe_machine(gpus=True):
-    """Return the facts about this machine and its software that results depend on.
+    """Return a dictionary that describes this machine, its software, the date and the command.
 
-    If `gpus` is true, initialize CUDA, and add the number and the name of the GPUs.
+    If `gpus` is true, initialize CUDA, and add the number and the name of the GPUs, if there are
+    any.
     """
     count = torch.cuda.device_count() if gpus else 0
     return {
@@ -161,7 +162,10 @@ def launch_command(ranks, command):
 
 
 def words_of(function):
-    """Return arguments for launch_command() that call a function; the caller appends arguments."""
+    """Return the `command` for launch_command() that calls a function.
+
+    The caller appends the arguments that the function reads.
+    """
     return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
 
 
@@ -229,8 +233,8 @@ def main():
     del sys.argv[1:3]
     getattr(importlib.import_module(module), function)()
     if dist.is_initialized():
-        # Leave the process group only when all ranks are done, because a rank that leaves early
-        # may fail the collectives of the other ranks.
+        # Leave the process group only when all ranks are done. If one rank left early, the
+        # collectives of the other ranks might fail.
         dist.barrier()
         dist.destroy_process_group()
 

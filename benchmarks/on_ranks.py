@@ -39,7 +39,7 @@ def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384
 
 
 def training_flags(folder, run_name, steps):
-    """Return the flags that all compared runs of the 7M model share."""
+    """Return the flags of a run that trains the 7M model and writes to `folder`/`run_name`."""
     return f"""
         {LLAMA_7M} --seq-length {SEQ_LENGTH} --precision {fast_precision()}
         --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}
@@ -82,7 +82,7 @@ def build(chapter, args, device):
 
 
 def work_on_rank():
-    """Call the function that on_ranks() has named in sys.argv, on one rank.
+    """Call the function that on_ranks() has named in sys.argv, on this rank.
 
     Rank 0 writes the function's result to a file.
     """

@@ -32,16 +32,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness import ROOT, benchmark, fast_precision, load, show
 from on_ranks import BATCH, LLAMA_7M, SEQ_LENGTH, build, on_ranks
 
-# A block has this number of steps. watched.py checks the weights every ten steps, and so exactly
-# once in each block.
+# A block has this number of steps. measure_watched() lets watched.py check the weights after the
+# same number of watched steps, so each watched block after the warm-up has one check.
 BLOCK = 10
 # To compare losses, use samples of SHORT tokens, and split a batch into four chunks of CHUNK
 # tokens.
 SHORT, CHUNK = 64, BATCH * 64 // 4
-# FlopCounterMode has no formula for the FLOPs of addmm_, so measurements pass it this formula.
+# FlopCounterMode has no formula for the FLOPs of addmm_, so measure_loss() passes this formula to
+# it.
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
-# A step of the chapter may take up to this number of times as long as a bare step: the chapter then
-# still reaches 97% of the bare loop's speed.
+# A step of the chapter may take at most GOAL times as long as a bare step. The chapter then reaches
+# at least 97% of the bare loop's speed.
 GOAL = 1 / 0.97
 
 
@@ -85,7 +86,7 @@ def bare():
 
 # ---- steps that take turns -------------------------------------------------------------------
 def shares_of(args, device, steps):
-    """Run two kinds of steps by turns, in blocks of BLOCK steps; return the shares of each kind.
+    """Let two kinds of steps take turns, in blocks of BLOCK steps; return the shares of each kind.
 
     `steps` maps the name of each kind to a function that runs a step. The time of a block is the
     mean time of its steps, without the fastest and the slowest step. The share of a block is its
@@ -150,8 +151,8 @@ def measure_watched(chapter, args, device):
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
 
     def take_step(watching, step):
-        # To turn off watched.py's checks for this step, record a fault: after a fault, no check
-        # runs.
+        # In a step that is not watched, turn off watched.py's checks: record a fault, because no
+        # check runs after a fault.
         counter.fault = None if watching else "off"
         for name, work in working.items():
             setattr(watch, name, work if watching else lambda: None)
@@ -167,8 +168,9 @@ def measure_watched(chapter, args, device):
 def losses_of(chapter, args, model):
     """Return three functions that compute the loss from hidden states, by name.
 
-    The function `all` computes all logits at once. The functions `chunked`, as in `chapter`, and
-    `recomputed`, as in fine-tuning/preferences, compute the logits in chunks.
+    The function `all` computes all logits at once. The functions `chunked` and `recomputed` compute
+    the logits in chunks: `chunked` as `chapter` does, and `recomputed` as fine-tuning/preferences
+    does.
     """
     head, chapter.CHUNK_SIZE = model.get_output_embeddings(), CHUNK
     preferences = load(ROOT / "fine-tuning/preferences/train_llm.py")
@@ -192,8 +194,8 @@ def losses_of(chapter, args, model):
 def measure_loss(chapter, args, device):
     """Compare steps that compute the loss in chunks with a step that computes all logits at once.
 
-    Return the TFLOPs of each kind of step and, for each kind with chunks, its result of
-    shares_of().
+    Return, by kind of step, the floating-point operations of a step in units of 10^12. For a kind
+    with chunks, add its shares: see shares_of().
     """
     model, _, optimizer, samples = build(chapter, args, device)
     batch, losses = chapter.batch_at(args, samples, 1, 0, device), losses_of(chapter, args, model)

@@ -25,7 +25,7 @@ from fork_server import Server, current_environment
 from plot import rows_of
 
 SCRIPTS = chapters()
-# Only test_frameworks.py tests these chapters, because their frameworks may not be installed.
+# Only test_frameworks.py runs these chapters, because their frameworks may not be installed.
 FRAMEWORKS = {name for name, path in SCRIPTS.items() if "alternative-frameworks" in path.parts}
 SERVER = Server()
 METRICS = ("loss", "grad_norm", "val_loss")
@@ -50,8 +50,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    # A process that a shell starts with & ignores Ctrl-C, and so do its children. The tests send
-    # Ctrl-C to children, so restore the default.
+    # If a shell script starts pytest with &, pytest and its children ignore SIGINT, which Ctrl-C
+    # sends. The tests send SIGINT to children, so let this process react to the signal again.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Set these variables now, because libraries read them when a test module imports the libraries.
     # Each process gets one thread, libraries download nothing from the hub, and DeepSpeed uses the
@@ -73,11 +73,11 @@ INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group of tests at a time.
+    """Return a scheduler that lets one worker of pytest-xdist run all tests of a group.
 
-    In the files of INDEPENDENT, each test is a group. In all other files, the tests of a file are a
-    group, because they share fixtures. xdist's own option --dist=loadgroup does not work:
-    https://github.com/pytest-dev/pytest-xdist/issues/1386
+    In the files of INDEPENDENT, each test is a group of its own. In each of the other files, all
+    tests form one group, because these tests share fixtures. xdist's own option --dist=loadgroup
+    does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config, log):
 # Run this hook before pytest applies -m, because the hook adds markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests of tools as exhaustive, and run the tests of LONGEST first."""
+    """Mark each slow test of a tool as exhaustive; run the tests of the files in LONGEST first."""
     for item in items:
         if item.get_closest_marker("tool") and item.get_closest_marker("slow"):
             item.add_marker("exhaustive")
@@ -104,7 +104,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Set new cache folders; after all tests, check that no environment variable has changed."""
+    """Set environment variables for the tests; after all tests, check that no variable has changed.
+
+    The check leaves out the variables in IGNORED_VARIABLES.
+    """
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         HF_HOME=str(cache / "hf"),
@@ -129,7 +132,10 @@ def linter(name):
 
 
 def free_port():
-    """Return a free TCP port below 32768, because outgoing connections use higher ports."""
+    """Return a free TCP port below 30000.
+
+    By default, Linux uses only ports from 32768 on for outgoing connections.
+    """
     while True:
         port = random.randrange(12_000, 30_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -143,9 +149,10 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
     Return a list for each job; the list has one dictionary per rank, with the keys `status`,
     `stdout` and `stderr`.
 
-    `shares` jobs run at the same time. After `timeout` seconds, kill all ranks of a job. With
-    `must_succeed`, a failed rank ends its job and fails the test, because the other ranks of the
-    job might wait for the failed rank for days.
+    At most `shares` jobs run at the same time. After `timeout` seconds, kill all ranks of a job.
+    With `must_succeed`, a failed rank fails the test. All ranks of its job are then killed at once,
+    because they might wait for the failed rank until the timeout. If crashed_in_collective() is
+    true for a rank, run its job once more.
     """
 
     def run(number, may_start_again=True):
@@ -183,8 +190,8 @@ def crashed_in_collective(result):
     """Return whether a rank has crashed in PyTorch while it waited for a DTensor collective.
 
     With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have crashed in such a wait, with a
-    segmentation fault or a corrupted heap. We do not know the reason. run_jobs() starts the job a
-    second time, and the chapter resumes the run.
+    segmentation fault or a corrupted heap. We do not know the reason. After such a crash,
+    run_jobs() starts the ranks again, and they resume the run.
     """
     is_crash = result["status"] in (-signal.SIGSEGV, -signal.SIGABRT)
     return is_crash and "torch/distributed/_functional_collectives.py" in result["stderr"]
@@ -218,7 +225,8 @@ def run_or_fail(world_size, jobs, *args, **options):
 def curves_of(root, runs):
     """Train short runs in the folder `root`; return the metrics of each run by the run's name.
 
-    `runs` has, by world size, a dictionary from each run's name to (chapter, arguments).
+    `runs` maps each world size to a dictionary, which maps the name of each run to a pair (chapter,
+    arguments).
     """
     for world_size, jobs_by_name in runs.items():
         jobs = []
@@ -290,7 +298,7 @@ def user_error(capsys, function, *args):
 def metrics(run_dir):
     """Return the metrics of a run by step; if a step has several rows, the last row counts.
 
-    Skip incomplete rows, which a run writes if the disk is full.
+    Skip incomplete rows, which a run leaves behind if the disk is full or if the run is killed.
     """
     rows = rows_of(run_dir / "metrics.jsonl")
     return {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
@@ -299,8 +307,8 @@ def metrics(run_dir):
 def difference(curve, other_curve, after=0, names=METRICS, relative=False):
     """Return the largest difference between the metrics of two runs in the steps after `after`.
 
-    Step 0, which has only a validation loss, counts if `after` is 0. With `relative`, divide each
-    difference by the value in `curve`.
+    Compare only the metrics in `names`. Step 0, which has only a validation loss, counts if `after`
+    is 0. With `relative`, divide each difference by the absolute value in `curve`.
     """
     assert curve.keys() == other_curve.keys()
     largest = 0.0
@@ -315,9 +323,10 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
 
 
 def disagreement(curve, other_curve):
-    """Return, by metric, the largest difference between two runs, if it is 1e-5 or more.
+    """Return, by metric, the largest difference between two runs; leave out values below 1e-5.
 
-    Divide differences of gradient norms by the norm, because a few samples have large gradients.
+    The difference between two gradient norms is divided by the first run's norm, because rounding
+    errors are larger in large gradients.
     """
     by_metric = {
         name: difference(curve, other_curve, names=[name], relative=name == "grad_norm")
@@ -328,7 +337,7 @@ def disagreement(curve, other_curve):
 
 @pytest.fixture
 def machine(tmp_path_factory):
-    """Wait until no other test reads or changes the mounts and networks of this machine.
+    """Let only one test at a time read or change the mounts and networks of this machine.
 
     Skip the test if no cluster can start on this machine.
     """
@@ -359,7 +368,7 @@ def browser():
     if path is None:
         pytest.skip("there is no chromium; run CI=true bash tests/cluster/packages.sh")
     with sync_playwright() as playwright:
-        # Root cannot use Chromium's sandbox.
+        # Turn off Chromium's sandbox, because it does not work for root.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -381,7 +390,7 @@ def load():
 
 @pytest.fixture(autouse=True)
 def keep_transformers():
-    """Undo a script's changes to transformers after each test.
+    """Restore two functions of transformers after each test, because scripts replace them.
 
     Other tests need the original functions.
     """
@@ -427,7 +436,7 @@ def one_rank_group(no_group, monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_disk(machine, tmp_path):
-    """Mount a disk of 30 MiB, which has space for two tiny checkpoints, but not for three."""
+    """Mount a disk of 30 MiB, which has space for two checkpoints of `tiny`, but not for three."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run([*"mount -t tmpfs -o size=30m tmpfs".split(), disk], check=True)
@@ -463,7 +472,8 @@ def models(tmp_path_factory):
 def layout_models(tmp_path_factory):
     """Save configurations of tiny models, and return their parent folder.
 
-    The sizes of these models allow every split over two or four ranks.
+    Each model has four layers and at least four heads for keys and values, so that two or four
+    ranks can split the model.
     """
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
     sizes |= {"intermediate_size": 128, "max_position_embeddings": 256}
@@ -471,7 +481,7 @@ def layout_models(tmp_path_factory):
 
 
 def save_models(root, sizes, key_value_heads):
-    """Save a tiny model's configuration and a byte tokenizer for each family; return `root`."""
+    """Save the configuration and a byte tokenizer of each tiny model; return the folder `root`."""
     import transformers
 
     from families import fast_byte_tokenizer
@@ -490,7 +500,7 @@ def save_models(root, sizes, key_value_heads):
     latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     configs = {
         "llama": transformers.LlamaConfig(**grouped),
-        # The size of this vocabulary is odd, so it is not divisible by two or four ranks.
+        # This vocabulary has an odd size, so two or four ranks cannot split it evenly.
         "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
         "gpt2": transformers.GPT2Config(**full, **no_dropout),
         "gpt2-dropout": transformers.GPT2Config(**full),

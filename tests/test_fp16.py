@@ -24,8 +24,8 @@ def script(load, one_rank_group):
 def take_step(script, *words):
     """Run one training step.
 
-    Return the arguments, the model, the optimizer, the samples, copies of all tensors from before
-    the step, and the gradient norm.
+    Return the arguments, the model, the optimizer, the samples, copies of the tensors of the model
+    and the optimizer from before the step, and the gradient norm.
     """
     args, model, optimizer, train_set, _ = prepare_training(script, *ARGS, *words)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
@@ -54,7 +54,7 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
     """Compare the fp32 gradients of the fp16 script and of chapter 02.
 
-    The fp16 script repeats shared keys, while chapter 02 lets SDPA repeat them.
+    The fp16 script repeats shared keys and values, while SDPA repeats them in chapter 02.
     """
     gradients = []
     for chapter in (load("02"), script):
@@ -68,7 +68,7 @@ def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
 # ---- runs ------------------------------------------------------------------------------------
 @pytest.mark.exhaustive
 def test_curve_of_fp16_is_nearer_to_fp32_than_the_curve_of_bf16(tmp_path):
-    """Allow fp16 smaller differences than bf16, because fp16 has three more mantissa bits."""
+    """Allow fp16 smaller differences from fp32 than bf16, because fp16 has more mantissa bits."""
     # Choose a scale that causes no overflow, because a skipped step would change the curve.
     fp16 = [*ARGS, *FP16, "--init-scale", 2.0**12]
     runs = {name: ("fp16", [*ARGS, "--precision", name]) for name in ("bf16", "fp32")}
@@ -83,10 +83,11 @@ def test_curve_of_fp16_is_nearer_to_fp32_than_the_curve_of_bf16(tmp_path):
 
 @pytest.mark.slow
 def test_overflow_on_one_rank_skips_its_step_on_all_ranks(tmp_path):
-    """Let step 3 overflow on rank 1; both ranks must then have the same scale and weights.
+    """Put NaN into rank 1's gradients in step 3; both ranks must then skip this step.
 
-    A resume from rank 0's checkpoint must repeat every bit of the losses. A different weight on
-    rank 1, or a scale that the resume has reset, would change the losses.
+    NaN stands for an overflow. A resume from rank 0's checkpoint must repeat every bit of the
+    losses. A different weight on rank 1, or a scale that the resume has reset, would change the
+    losses.
     """
     args = [*ARGS, *FP16, "--init-scale", 2.0**12, "--save-dir", tmp_path, "-e"]
     fault = ["nan-gradient@rank1:step2", SCRIPTS["fp16"]]

@@ -24,7 +24,8 @@ STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
 def collectives(calls, pending, late=0.0):
     """Return records of collectives as watched.py writes them; the calls are 0.1 s apart.
 
-    If `pending` is true, the last collective has not finished.
+    If `pending` is true, the last of `calls` has not finished. One more collective never finishes.
+    It is patient: its timeout is so long that a rank may wait in it without a fault.
     """
     records = [
         {"group": "gloo 0", "number": n, "call": call, "called": NOW - 50 + n / 10 + late,
@@ -175,7 +176,8 @@ def test_made_up_facts_give_the_expected_verdict(case):
     *expected, facts = VERDICTS[case]
     verdict = judged(facts)
     assert verdict[: len(expected)] == tuple(expected)
-    # Check that the reason has the last line of the error, where NCCL reports the cause.
+    # In the NCCL case, check that the reason has the last line of the error, where NCCL reports the
+    # cause.
     assert case != NCCL or "Error: Cuda failure 2" in verdict[3]
 
 
@@ -191,7 +193,10 @@ def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
 
 
 def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
-    """Give rank 2 short collectives: on a GPU, only the duration of a collective shows a wait."""
+    """Give rank 2 short collectives, and give the other ranks, which wait for it, long collectives.
+
+    On a GPU, only the duration of a collective shows a wait.
+    """
     facts = run(calls=STEPS * 2, **MOVING)
     for rank, files in facts["ranks"].items():
         for call in files["dump"]["collectives"]:

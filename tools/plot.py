@@ -27,7 +27,7 @@ def fail(message):
 
 
 def read_metrics(run):
-    """Return the rows of a run's metrics.jsonl in the order of steps; exit if it has no rows.
+    """Return the rows of a run's metrics.jsonl in the order of steps; exit if there are no rows.
 
     After a stop, a run may log a step again, so only the last row of each step counts.
     """
@@ -60,10 +60,10 @@ def series(rows, name):
 
 
 def largest_difference(runs):
-    """Return the largest difference between a loss of the first run and of any other run.
+    """Return the largest difference between a loss of the first run and a loss of any other run.
 
-    Compare the training losses and the validation losses of the same step. Return None if no
-    other run has a step of the first run.
+    Both losses are of the same step, and both are training losses or both are validation losses.
+    Return None if no other run has a loss in a step of the first run.
     """
     worst = []
     for name in ("loss", "val_loss"):

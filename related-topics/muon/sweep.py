@@ -25,9 +25,9 @@ SETTINGS = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 
 
 
 def train(folder, steps, cell):
-    """Train with one (seed, optimizer, rate); return a row with the validation losses by step.
+    """Train with the seed, the optimizer and the learning rate in `cell`; return a row of results.
 
-    If a gradient was not finite, the row has None instead of the losses.
+    The row has the validation losses by step, or None if a gradient was not finite.
     """
     seed, optimizer, lr = cell
     name = f"{optimizer}-{lr:g}-{seed}"
@@ -47,7 +47,7 @@ def train(folder, steps, cell):
 
 
 def curves_of(rows):
-    """Return the mean validation losses of all seeds, by optimizer, rate and step.
+    """Return the validation losses, averaged over all seeds, by optimizer, rate and step.
 
     If the run of any seed diverged at a rate, this rate has None instead of the mean losses.
     """
@@ -61,7 +61,7 @@ def curves_of(rows):
 
 
 def mean_of(runs):
-    """Return the mean of the runs' validation losses after each evaluated step."""
+    """Return the mean of the validation losses of `runs`, by step."""
     return {int(step): fmean(run[step] for run in runs) for step in runs[0]}
 
 

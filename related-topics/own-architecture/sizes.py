@@ -31,7 +31,7 @@ SHAPES = {
 }
 STEP = "-m tiny -s 2048 -b 4 --global-batch-size 256 --gpu-memory-gib 80 --nodes 1"
 MACHINES = [1, 8]  # GPUs of 80 GiB
-# PEAK is the peak of an H100 in FLOP/s, and MFU is the share of it that we assume training reaches.
+# PEAK is the peak of an H100 in FLOP/s. We assume that training reaches the share MFU of this peak.
 PEAK, MFU = 989e12, 0.4
 # Hoffmann et al. recommend training on this number of tokens per weight: arxiv.org/abs/2203.15556.
 TOKENS = 20
@@ -50,7 +50,8 @@ def config_of(size):
 def needs_of(size):
     """Return a row with the weights, the training tokens and the GPU hours of a size.
 
-    For each machine, the row has the first setting of the planner that fits, and its GiB per GPU.
+    For each number of GPUs in MACHINES, the row also has the planner's first setting that fits into
+    the memory, and the GiB that this setting needs on each GPU.
     """
     import will_it_fit as planner
 
@@ -68,7 +69,7 @@ def needs_of(size):
 
 
 def sizes(args, folder):
-    """Print the values of --config for `args.size`; if no size is given, yield all sizes' needs."""
+    """Print the values of --config for `args.size`; if it is None, yield the needs of all sizes."""
     if args.size:
         print(*config_of(args.size))
     else:

@@ -19,8 +19,8 @@ from step_watch import Watch
 def main():
     """Train with a chapter's script; let rank 0 write a JSON file with the bytes that it sends.
 
-    The file has a list of rows with the keys of `sent` in the dry run's JSON, such as `phase`,
-    `kind` and `bytes`.
+    The file has a list of rows. They have the same keys as the rows of `sent` in the dry run's
+    JSON, such as `phase`, `kind` and `bytes`.
     """
     output, script, *words = sys.argv[1:]
     options = dry_run.parse_args(["--gpus", "1", "--", script])

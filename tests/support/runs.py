@@ -16,9 +16,10 @@ from plot import rows_of
 
 
 def copy_run(run_dir, step, copy):
-    """Copy the folder of a run to `copy`, without the model and the checkpoints after `step`.
+    """Copy the folder of a run to `copy`; leave out checkpoints after step `step`.
 
-    The copy keeps the metrics of all steps.
+    Also leave out the exported model, and the file that marks the run as finished. The copy keeps
+    the metrics of all steps.
     """
     shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("model", "finished-*"))
     for checkpoint in (copy / "checkpoints").iterdir():
@@ -39,7 +40,8 @@ def read_checkpoint(run_dir, step):
 def newest_step(run_dir):
     """Return the step of the newest checkpoint, or 0 if there is none.
 
-    Load every checkpoint; fail if a checkpoint cannot be loaded, or has the wrong step.
+    Load every checkpoint; fail if a checkpoint cannot be loaded, or if its optimizer has counted a
+    different number of steps.
     """
     steps = sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
     for step in steps:
@@ -81,7 +83,7 @@ def wait_for(condition, processes, seconds=120):
 
 
 def arguments_of(run_dir, step):
-    """Return the arguments in a checkpoint as a dictionary; sharded checkpoints store JSON."""
+    """Return a checkpoint's arguments as a dictionary; sharded checkpoints store them as JSON."""
     args = read_checkpoint(run_dir, step)["args"]
     return args if isinstance(args, dict) else json.loads(args)
 
@@ -146,7 +148,8 @@ def check_user_error(result, expected):
 def call_on_ranks(world_size, script, cases, folder, *words):
     """Run a script of tests/support/ on `world_size` ranks; return its JSON result.
 
-    The script gets the paths of a file with the cases and of a file for the result.
+    The arguments of the script are the path of a file with the cases, the path of a file for the
+    result, and `words`.
     """
     folder.mkdir(exist_ok=True)
     cases = {name: list(map(str, args)) for name, args in cases.items()}

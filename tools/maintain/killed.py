@@ -29,7 +29,7 @@ def rows_of(folder):
 
 
 def train(folder, kill_after=None):
-    """Start or resume the run, and return the rows that it logs.
+    """Start or resume the run in `folder`; return the steps and the losses that it then logs.
 
     If `kill_after` is given, kill the run when it has logged this step.
     """

@@ -34,7 +34,7 @@ from training_step import (
 
 
 class Recorder(TorchDispatchMode):
-    """Count the bytes of each tensor that an operation creates, until nothing refers to it.
+    """Count the bytes of the tensors that operations create, until Python deletes the tensors.
 
     A view shares the storage of its base tensor, and a storage counts once.
     """
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
     def begin(self, name, kind="activations"):
         """Begin the segment `name`; from now on, new tensors are of the kind `kind`.
 
-        A segment stores its bytes by kind at its start and at its peak.
+        A segment stores the live bytes, by kind of tensor, at its start and at its peak.
         """
         self.segment = self.segments[name] = SimpleNamespace(start=Counter(), most=Counter())
         self.name, self.kind, self.at_start = name, kind, True
@@ -72,8 +72,8 @@ class Recorder(TorchDispatchMode):
         # tensors.
         if any(issubclass(cls, (DTensor, AsyncCollectiveTensor)) for cls in types):
             return NotImplemented
-        # Record the start of a segment at its first operation, because Python frees the arguments
-        # of the previous segment only after begin().
+        # Record the live bytes at the start of a segment only when its first operation runs,
+        # because Python frees some tensors of the previous segment only after begin().
         if self.at_start:
             self.segment.start, self.at_start = +self.live, False
         self.operations[self.name] += 1
@@ -97,11 +97,11 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
 
     def forget(self, key, size):
-        """Subtract a deleted storage, with this key and size, from the live bytes."""
+        """Subtract the bytes of a deleted storage, whose key is `key`, from the live bytes."""
         self.live[self.kind_of.pop(key)] -= size
 
     def rename(self, tensor, kind):
-        """Change the kind of a tensor that is already counted."""
+        """Change the kind of a tensor to `kind`, if the recorder counts this tensor."""
         key, size = key_of(tensor), local(tensor).untyped_storage().nbytes()
         if key in self.kind_of:
             self.live[self.kind_of[key]] -= size
@@ -117,19 +117,20 @@ def key_of(tensor):
 # A layer with more operations than this limit computes one token after the other. Running all its
 # operations on fake tensors would take an hour.
 MOST_OPERATIONS = 10_000
-# These arguments change the tensors of a layer.
+# The tensors of a layer depend on these arguments.
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
 TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size", "lora_rank"]
 TRACED_ARGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
-# This cache has the segments of each traced setting, or the reason why a trace failed.
+# This cache maps each traced setting to its segments or, if the trace failed, to the reason.
 TRACES = {}
 
 
 def segments_of(setting):
     """Return the memory of each segment of a micro-step on one rank, by the segment's name.
 
-    A segment is a part of the step, such as the forward pass of a layer. The model has two layers.
-    Raise an UnsupportedModelError if the model cannot run in this setting.
+    A segment is a part of the micro-step, such as the forward pass of a layer. The micro-step runs
+    only two layers of the model. Raise an UnsupportedModelError if the model cannot run in this
+    setting.
     """
     setting = setting.changed(device="cuda", cpu_offload=False, pipeline_parallel_size=1)
     # Trace chapters 06 to 09 as chapter 05, because all of these chapters build the same model.
@@ -143,7 +144,7 @@ def segments_of(setting):
 
 
 def trace_or_problem(setting):
-    """Return the segments of a micro-step, or the reason as text if the model cannot run."""
+    """Return the segments of a micro-step or, if the model cannot run, the reason as text."""
     try:
         return trace(setting)
     except UnsupportedModelError as error:
@@ -203,9 +204,10 @@ def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
 
 
 def small_model(setting):
-    """Build the model with two layers, as the setting's chapter does.
+    """Build the model of the setting's chapter, but with only two layers.
 
-    The weights have the same type as the weights that FSDP gathers.
+    The weights have the type that they have in the forward pass. Under FSDP, this is the type of
+    the gathered weights.
     """
     config = copy.deepcopy(setting.model.config)
     if len(kinds := kinds_of_layers(config)) > 1 and kinds - ATTENTION:
@@ -249,7 +251,7 @@ def add_adapters(setting, model):
 
 
 def split_experts(setting, model):
-    """Keep one expert-parallel rank's experts in the model; dispatch tokens as chapter 09 does."""
+    """Keep the experts of only one expert-parallel rank; dispatch tokens as chapter 09 does."""
     chapter, size = newest_chapter(), setting.expert_parallel_size
     mesh, dispatch = mesh_of([*range(size)]), balanced(chapter.dispatch)
     for experts in chapter.experts_of(model):
@@ -276,10 +278,11 @@ def split_attention(setting, model):
 
 
 def watch(setting, model, record):
-    """Add hooks to the model that begin a segment of `record` where each layer begins and ends.
+    """Add hooks to the model that begin a new segment of `record` where a layer begins or ends.
 
-    The hooks run in the forward and in the backward pass. If chapter 09 splits the experts, a
-    segment also begins when the gradients of a layer's experts are complete.
+    The hooks run in the forward and in the backward pass. If ranks split the experts or the
+    matrices, a segment also begins when the gradients of a layer's experts are complete. Other
+    hooks set the kind of each gradient.
     """
     # In chapter 02, DDP keeps the gradients in its buckets.
     kind = "buckets" if setting.chapter == "02" else "gradients"

@@ -42,10 +42,9 @@ HALF_WORK = 400 * 4096
 # and write for each token. "fused" stands for NVIDIA's Transformer Engine. We counted 20, fitted 53
 # to published runs, and chose 1.5, so that a product reaches at most 0.6 × 1.5 = 90% of the peak.
 KERNELS = {"eager": (1.0, 53), "compiled": (1.0, 20), "fused": (1.5, 20)}
-# Each flag has a default, which is the speed of an H100 or of its links, and a help text. NCCL's
-# developers report 370 of 450 GB/s for a ring inside a node
-# (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for a 400 Gb/s adapter (issue
-# 290).
+# Each flag has a default, which fits a machine with H100 GPUs, and a help text. NCCL's developers
+# report 370 of 450 GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212),
+# and 47 of 50 GB/s for a 400 Gb/s adapter (issue 290).
 SPEEDS = {
     "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
     "--matrix-share": (0.6, "share of its peak that a GPU reaches in matrix products"),
@@ -58,11 +57,12 @@ SPEEDS = {
     "--pageable-gbs": (6.0, "GB/s from a GPU to pageable host memory"),
     "--cpu-adam-gbs": (200.0, "GB/s of host memory while AdamW runs on the host"),
 }
-# Each row has NCCL's own estimates, from src/graph/tuning.cc at b6475625. The first number is the
-# share of the ring's bandwidth that a collective reaches. The other numbers are the microseconds of
-# the start, of a hop inside a node, and of a hop between nodes. NCCL chooses the fastest row. Only
-# an all-reduce can use a tree, so an all-gather or a reduce-scatter of N ranks needs N − 1 hops.
-# The table leaves out NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252).
+# Each row has NCCL's own estimates for an algorithm and a protocol, from src/graph/tuning.cc at
+# b6475625. The first number is the share of the ring's bandwidth that a collective reaches. The
+# other numbers are the microseconds of the start, of a hop inside a node, and of a hop between
+# nodes. NCCL chooses the fastest row. Only an all-reduce can use a tree, so an all-gather or a
+# reduce-scatter of N ranks needs N − 1 hops. The table leaves out NVLink SHARP and PAT
+# (https://arxiv.org/abs/2506.20252).
 NCCL = {
     ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
     ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
@@ -72,10 +72,12 @@ NCCL = {
 
 
 def forward_flops(setting):
-    """Return the FLOPs of a token's forward pass: a layer's matrices, its attention, and the head.
+    """Return the FLOPs of a token's forward pass, as three numbers.
 
-    A token needs 2 FLOPs per weight and, for attention, 4 × width × sequence length in each layer:
-    PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs no FLOPs.
+    The numbers are for the matrices of an average layer, the attention of a layer, and the head. A
+    token needs 2 FLOPs for each weight that it uses and, for attention, 4 × width × sequence length
+    in each layer: PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs
+    no FLOPs.
     """
     model, config = setting.model, setting.model.config
     matrices = 2 * active_numbers(model) / len(model.layers)
@@ -84,9 +86,10 @@ def forward_flops(setting):
 
 
 def forward_seconds(setting):
-    """Return the seconds of a token's forward pass on one GPU, in parts of a layer and in the head.
+    """Return the seconds of a token's forward pass on one GPU, as four numbers.
 
-    The three parts of a layer are matrix products, attention, and cheap operations.
+    Three numbers are for the parts of a layer: matrix products, attention, and cheap operations.
+    The fourth number is for the head.
     """
     matrices, attention, head = forward_flops(setting)
     peak = setting.gpu_tflops * 1e12
@@ -110,9 +113,9 @@ def forward_seconds(setting):
 
 
 def attention_width(config, heads="num_attention_heads"):
-    """Return the total width of the heads whose number is in the configuration under `heads`.
+    """Return the total width of attention heads; `heads` names the setting with their number.
 
-    If keys and values have different widths, as in DeepSeek-V3, compute with the mean width.
+    If keys and values have different widths, as in DeepSeek-V3, use the mean of both widths.
     """
     all_heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, all_heads)
@@ -143,22 +146,22 @@ def collective(setting, kind, size, ranks, nodes, gbs):
 
 
 def ring(setting, name):
-    """Return the number of ranks in a ring, the number of nodes that the ring spans, and its GB/s.
+    """Return a ring's number of ranks, the number of nodes that it spans, and its speed in GB/s.
 
-    A ring that spans nodes leaves each node once, and uses the network links of all GPUs of the
-    node. If each GPU of a node has a ring of its own, the rings share these links.
+    `name` is the kind of group whose ranks form the ring. A ring that spans nodes leaves each node
+    once, and uses the network links of all its ranks in the node.
     """
     if name == "tensor":
         return setting.tensor_parallel_size, 1, setting.nvlink_gbs
-    # A ring of replicas has one rank on each node, so all its messages use the network.
+    # Assume that a ring of replicas has one rank on each node, so all its messages use the network.
     if name == "replicas":
         return setting.replicas, setting.replicas, setting.network_gbs
     ranks = setting.ranks if setting.chapter == "02" else setting.shards
     local_ranks = setting.gpus_per_node // setting.tensor_parallel_size
     if name == "context":
         ranks = setting.context_parallel_size
-    # EP: consecutive ranks have different experts, so fewer ranks of each node share the shards of
-    # an expert.
+    # EP: consecutive ranks have different experts, so only some ranks of a node hold shards of the
+    # same experts.
     if name == "expert copy":
         ranks = setting.expert_shards
         local_ranks = max(1, setting.gpus_per_node // setting.expert_parallel_size)
@@ -201,7 +204,8 @@ class StepTime:
         if setting.lora_rank:
             self.backward -= matrices
             self.head -= head
-        # A pipeline is as fast as its slowest stage; without a pipeline, there is one stage.
+        # Find the slowest stage, because a pipeline is as fast as this stage. Without a pipeline,
+        # there is one stage.
         stages = stages_of(setting)
         work = [len(stage.layers) * (self.forward + self.backward) for stage in stages]
         work[-1] += self.head
@@ -222,7 +226,7 @@ class StepTime:
         self.busy["host" if setting.cpu_offload else "compute"] += optimizer
 
     def repeated(self, matrices, attention, cheap):
-        """Return the seconds that recomputation adds to a layer.
+        """Return the seconds that recomputation adds to a layer's backward pass.
 
         The arguments are the seconds of the parts of the layer's forward pass.
         """
@@ -230,12 +234,15 @@ class StepTime:
         return {"none": 0.0, "selective": cheap, "full": full}[self.setting.recompute]
 
     def send(self, name, kind, size, times=1):
-        """Add up the bytes of `times` equal collectives; return the seconds of one collective."""
+        """Return the seconds of a collective.
+
+        Add the bytes of `times` collectives of this size to `sent`.
+        """
         ranks, nodes, gbs = ring(self.setting, name)
         seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
         self.sent[name] += times * sent
-        # Divide the bytes that leave a node among the node's ranks, because a ring leaves each node
-        # only once.
+        # Divide the bytes that leave a node among the ring's ranks in the node, because a ring
+        # leaves each node only once.
         if nodes > 1:
             self.sent["network"] += times * sent * nodes / ranks
         return seconds
@@ -255,9 +262,10 @@ class StepTime:
         seconds = self.send("tensor", "all-gather", hidden, times)
         self.forward += 4 * seconds
         self.backward += (4 + 3 * repeats) * seconds
-        # TP: add two all-to-alls, of the embedding's result and of the result's gradient. An
-        # all-to-all takes as long as an all-gather of one rank's part. Also add two collectives of
-        # the head: of the head's weights, and of the gradient of these weights.
+        # TP: without a pipeline, add two all-to-alls, of the embedding's result and of the result's
+        # gradient. An all-to-all takes as long as an all-gather of one rank's part. In the stage
+        # with the head, also add two collectives: of the head's weights, and of the gradient of
+        # these weights.
         if setting.pipeline_parallel_size == 1:
             part = hidden / setting.tensor_parallel_size
             self.head += 2 * self.send("tensor", "all-gather", part, 2 * count)
@@ -273,7 +281,8 @@ class StepTime:
         seconds = self.send("context", "all-gather", size, times)
         self.forward += seconds
         self.backward += (1 + repeats) * seconds
-        # EP: each pass sends hidden states, or gradients, to the experts, and sends results back.
+        # EP: each pass has two all-to-alls. The first sends hidden states or gradients to the
+        # experts, and the second sends the results back.
         choices = getattr(config, "num_experts_per_tok", None) or 0
         size = choices * hidden / setting.tensor_parallel_size
         share = sum(any(isinstance(s, ExpertShape) for s in layer) for layer in self.model.layers)
@@ -284,9 +293,10 @@ class StepTime:
         self.backward += (2 + 2 * repeats) * seconds
 
     def exchange(self, size, times):
-        """Add up the bytes of `times` equal all-to-alls; return the seconds of one all-to-all.
+        """Return the seconds of an all-to-all.
 
-        A rank divides `size` bytes equally among the ranks of its expert-parallel group.
+        Add the bytes of `times` all-to-alls of this size to `sent`. In an all-to-all, a rank
+        divides `size` bytes equally among the ranks of its expert-parallel group.
         """
         setting, ranks = self.setting, self.setting.expert_parallel_size
         if ranks == 1:
@@ -302,12 +312,13 @@ class StepTime:
         return seconds
 
     def per_group(self, kind, times, seconds_per_gb=0.0):
-        """Return the seconds of one collective of a layer's weights, and of the root's weights.
+        """Return the seconds of a layer's collective, and the seconds of the root's collective.
 
-        An all-gather collects weights, a reduce-scatter reduces gradients to shards, and an
-        all-reduce adds up the shards of replicas. Add up the bytes of `times[0]` collectives of
-        layers, and of `times[1]` collectives of the root. Under offload, the rank also copies its
-        shard, and the copy does not overlap with the collective.
+        The root holds the weights outside of the layers. An all-gather collects weights, a
+        reduce-scatter reduces gradients to shards, and an all-reduce adds up the gradient shards of
+        replicas. Add the bytes of `times[0]` collectives of layers, and of `times[1]` collectives
+        of the root, to `sent`. Under offload, the rank also copies its shard, and the copy does not
+        overlap with the collective.
         """
         setting, seconds = self.setting, []
         size = setting.compute_bytes if kind == "all-gather" else setting.weight_bytes
@@ -338,7 +349,8 @@ class StepTime:
     def sharded_step(self):
         """Return the seconds of a step under FSDP, without the optimizer."""
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
-        # Gather the last layer only once, because it stays gathered until the backward pass.
+        # In each micro-step, gather the last layer only once, because it stays gathered until the
+        # backward pass. Gather the other layers twice if they are freed after the forward pass.
         reshards, seconds_per_gb = setting.reshard_after_forward, 1 / setting.pcie_gbs
         times = count * (2 * depth - 1 if reshards else depth), count
         gather, root_gather = self.per_group("all-gather", times, seconds_per_gb)
@@ -350,7 +362,7 @@ class StepTime:
         seconds += overlapped(depth, self.backward, second_gather + reduce)
         if count > 1:
             # Under offload, the gradients of later micro-steps go to pageable host memory, where
-            # the CPU adds them to the first gradients.
+            # the CPU adds them to the gradients of earlier micro-steps.
             adding = 3 * setting.gpus_per_node / setting.cpu_adam_gbs
             times = (count - 1) * depth, count - 1
             seconds_per_gb = 1 / setting.pageable_gbs + adding
@@ -365,10 +377,14 @@ class StepTime:
         return seconds + exposed + replicas + root_replicas
 
     def replicated_step(self):
-        """Return the seconds of a step under DDP, whose last micro-step reduces all gradients."""
+        """Return the seconds of a step under DDP, without the optimizer.
+
+        The last micro-step reduces all gradients.
+        """
         depth, config = self.depth, self.model.config
         head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        # Send the gradient of an untied output layer first, because it is ready first.
+        # Send the gradient of an untied output layer first, because the backward pass computes it
+        # first.
         first = self.send("copy", "all-reduce", 4 * head)
         size = 4 * sum(map(numbers, self.model.layers)) / depth
         layer = self.send("copy", "all-reduce", size, depth)
@@ -379,9 +395,13 @@ class StepTime:
         return self.setting.accumulation * compute - depth * self.backward + backward + root
 
     def pipeline_step(self):
-        """Return the seconds of a pipeline's step, which ends with the reductions of all stages."""
+        """Return the seconds of a step of a pipeline, without the optimizer.
+
+        The ranks reduce gradients only at the end of the step.
+        """
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
-        # For each micro-batch, each stage of a rank sends hidden states and, later, gradients.
+        # Assume that, for each micro-batch, each stage of a rank sends hidden states and, later,
+        # gradients.
         size = 2 * setting.num_stages // setting.pipeline_parallel_size * count * self.tokens
         size *= self.model.config.hidden_size * setting.compute_bytes
         size /= setting.tensor_parallel_size * setting.context_parallel_size
@@ -398,7 +418,7 @@ class StepTime:
         return max(seconds, size / setting.network_gbs / 1e9) + reduced
 
     def optimizer_step(self, stages):
-        """Return the seconds of AdamW, which reads or writes 10 numbers for each weight."""
+        """Return the seconds of AdamW, which reads or writes 10 numbers for each trained weight."""
         setting = self.setting
         ranks = setting.shards * setting.tensor_parallel_size * stages
         size = 10 * setting.weight_bytes * setting.model.weights / ranks
@@ -410,10 +430,11 @@ class StepTime:
 
 
 def speed_of(setting, kind=StepTime):
-    """Return the speed of a setting: seconds of a step, tokens per second and GPU, and two shares.
+    """Return a dictionary with the speed of a setting.
 
     `kind` is the class that adds up the seconds.
 
+    `step` is the seconds of a step, and `tokens_per_second` is the tokens per second of one GPU.
     `mfu` is the share of the GPUs' peak that the model's FLOPs use, without recomputation.
     `exposed` is the share of the step that a rank spends neither on computation nor on AdamW.
     `network_gb` is the rank's share of the GB that leave its node.
