@@ -63,7 +63,8 @@ def wait_until(condition, seconds, description):
         if time.monotonic() > deadline:
             raise ClusterError(f"timed out after {seconds} s, waiting for: {description}")
         time.sleep(pause)
-        # Double the pause after each check, because requests in a tight loop would slow down Slurm.
+        # Double the pause after each check, up to half a second, because requests in a tight loop
+        # would slow down Slurm.
         pause = min(2 * pause, 0.5)
     return value
 
@@ -94,7 +95,7 @@ class Cluster:
             raise ClusterError(reason)
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         self._children = []
-        # This dictionary has, by host, the `unshare` process that made the host's namespaces.
+        # Map each host to the `unshare` process that made the host's namespaces.
         self._boots = {}
         try:
             self._write_files()
@@ -234,7 +235,8 @@ class Cluster:
         process = self._boot(["unshare", *options, "sh", HERE / "host.sh", host, self.folder])
         self._boots[host] = process
         expect_line(process, "named")
-        # Delete the virtual cable of this host's previous boot, which may still exist after a kill.
+        # Delete the host's virtual cable, because after a kill, the cable of the previous boot may
+        # still exist.
         self._on_switch(f"ip link delete {host}", check=False)
         self._on_switch(f"ip link add {host} type veth peer name eth0 netns {process.pid}")
         self._on_switch(f"ip link set {host} master switch up")
@@ -243,7 +245,7 @@ class Cluster:
         return process
 
     def _wait_for_nodes(self, *nodes):
-        """Wait until Slurm can run jobs on all `nodes`; raise ClusterError after 60 seconds."""
+        """Wait until Slurm can run jobs on all `nodes`, or raise ClusterError after 60 seconds."""
 
         def usable():
             query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
@@ -259,8 +261,9 @@ class Cluster:
         boot = self._boots.pop(host)
 
         def has_ended():
-            # Kill the child of `unshare`, which is the first process of its namespace. `unshare`
-            # itself ends when no process is left in the namespace.
+            # Kill the child of `unshare`, because the child is the first process in the host's PID
+            # namespace: the kernel then kills all processes in this namespace. `unshare` ends after
+            # them.
             subprocess.run(["pkill", "-KILL", "--parent", str(boot.pid)], check=False)
             return boot.poll() is not None
 
