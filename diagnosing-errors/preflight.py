@@ -399,8 +399,8 @@ def below(fraction, minimum=0):
 def checks(args):
     """Return a list of all checks.
 
-    Some checks compare a rank's value with the usual value of all ranks; the other checks compare
-    the value with a limit.
+    Some checks compare a rank's value with the usual value of all ranks; the other checks need only
+    the rank's value.
     """
     checkpoints_gb = 3 * args.checkpoint_gb
     slow_device, slow_link = SLOW_DEVICE[args.device], SLOW_LINK[args.device]

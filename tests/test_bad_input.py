@@ -65,7 +65,7 @@ UNREADABLE = {
 
 
 def times_of(folder):
-    """Return the time of each path's last change in `folder`, without check_shared()'s probe file."""
+    """Return the time in ns of each path's last change, without check_shared()'s probe file."""
     files = [path for path in folder.rglob("*") if path.name != ".probe"]
     return {path: path.stat().st_mtime_ns for path in files}
 

@@ -41,7 +41,7 @@ def job_and_container(file, changes=()):
 # 1.31 is the first version of Kubernetes that enables all fields of our YAML files by default.
 @pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
 def test_files_satisfy_the_schemas_of_kubernetes(version):
-    """In trainjob.yaml, check only the inner job, because the schemas have no objects of Kubeflow."""
+    """In trainjob.yaml, check only the inner job, because the schemas lack objects of Kubeflow."""
     service, job = objects("job.yaml")
     inner_job = job | {"spec": job_and_container("trainjob.yaml")[0]}
     for item in [service, job, inner_job, *objects("volume.yaml")]:

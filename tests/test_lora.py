@@ -78,7 +78,7 @@ def own_name(name):
 
 
 def test_gradients_are_those_of_peft(chapter, words):
-    """Compare the adapters' gradients with those in peft, which reads one conversation at a time."""
+    """Compare the adapters' gradients with those in peft, which reads one document at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
     args, model, train_set, _ = prepare(chapter, *words, "--lora-rank", RANK)
     randomize_adapters(model)
@@ -164,8 +164,8 @@ def full(weight):
 
 
 IDS = torch.arange(3, 43)[None]
-# In all of these families except llama and hunyuan_v1_moe, transformers keeps values of the router
-# in fp32. In flint, it also keeps parameters of the attention in fp32.
+# In most of these families, transformers keeps values of the router in fp32. In flint, it also
+# keeps parameters of the attention in fp32.
 IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
 IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
 

@@ -243,7 +243,7 @@ def check_step_of_restart(user, was_asked=True):
 
 
 def check_continued_curve(user, curves, was_asked=True):
-    """Check that a run whose number of ranks changed has about the uninterrupted run's losses."""
+    """Check that a run has the uninterrupted run's losses, although its number of ranks changed."""
     near = range(check_step_of_restart(user, was_asked) + 21)
     full = curves["long"], metrics(user.run_dir)
     first_steps = ({step: curve[step] for step in near} for curve in full)

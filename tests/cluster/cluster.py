@@ -29,7 +29,8 @@ COMMANDS = (
     "slurmd slurmctld sbatch munged ssh ssh-keygen sshd pdsh mpirun mpiexec.hydra "
     "ip tc nft pkill nsenter unshare setpriv tmux"
 ).split()
-# Daemons get a clean environment, as at boot. Commands on a host inherit the caller's environment.
+# Daemons get this clean environment, as at boot, while commands on a host inherit the caller's
+# environment.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 

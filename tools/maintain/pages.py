@@ -213,7 +213,7 @@ def changed_words(before, after):
 
 
 def mark_words(html, marks):
-    """Return the HTML of a line, with <mark> around the characters that `marks` has True for."""
+    """Return the HTML of a line, with <mark> around the characters whose mark in `marks` is true."""
     marks = iter(marks)
 
     def mark(match):
