@@ -21,8 +21,8 @@ from on_ranks import build, make_model_folder, on_ranks
 
 # measure_saves() measures ROUNDS rounds. WIDTH is the width of all measured models.
 ROUNDS, WIDTH = 3, 768
-# Let glibc return freed memory to the system, as it does by default, because memory that glibc
-# keeps would count as used.
+# Undo the harness's settings of glibc, so that glibc returns freed memory to the system. Memory
+# that glibc keeps would count as used.
 GIVE_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 

@@ -213,7 +213,7 @@ def changed_words(before, after):
 
 
 def mark_words(html, marks):
-    """Return the HTML of a line, with <mark> around the characters whose mark in `marks` is true."""
+    """Return a line's HTML with <mark> around the characters whose value in `marks` is true."""
     marks = iter(marks)
 
     def mark(match):
