@@ -21,8 +21,8 @@ from on_ranks import build, make_model_folder, on_ranks
 
 # measure_saves() measures ROUNDS rounds. WIDTH is the width of all measured models.
 ROUNDS, WIDTH = 3, 768
-# Let glibc return freed memory to the system, as it does by default, because memory that glibc
-# keeps would count as used.
+# Undo the harness's settings of glibc, so that glibc returns freed memory to the system. Memory
+# that glibc keeps would count as used.
 GIVE_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 
@@ -34,7 +34,7 @@ def own_memory():
 def highest_memory(ended, found):
     """Record the highest memory of this process so far, in bytes, until `ended` is set.
 
-    Every millisecond, append this value to `found`.
+    About every millisecond, append this value to `found`.
     """
     while not ended.wait(0.001):
         found.append(max(found[-1], own_memory()))
@@ -106,7 +106,10 @@ def measure_saves(chapter, args, device):
 
 
 def reading(args, folder):
-    """Measure the peak host memory of a rank of chapters 04 and 05 that reads published weights."""
+    """Measure a rank's peak host memory in chapters 04 and 05 while it reads weights from files.
+
+    Return a row for each chapter and each number of ranks.
+    """
     model = make_model_folder(folder / "model", args.layers, WIDTH, vocabulary=16_384)
     config = AutoConfig.from_pretrained(model)
     published = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -120,7 +123,10 @@ def reading(args, folder):
 
 
 def saves(args, folder):
-    """Measure how long chapter 05 stops training to save a checkpoint on two ranks."""
+    """Measure how long chapter 05 stops training on two ranks to save a checkpoint.
+
+    Return the result of measure_saves().
+    """
     model = make_model_folder(folder / "model", args.layers * 3 // 2, WIDTH)
     options = f"-m {model} --seq-length 64 --global-batch-size 2"
     found = on_ranks(measure_saves, "05", 2, folder, options)

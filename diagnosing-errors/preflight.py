@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
-# Each launcher passes the rank, the world size and the local rank in three environment variables.
+# Each row has a launcher's variables for the rank, the world size and the local rank.
 LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
     [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # Open MPI
@@ -58,7 +58,8 @@ VERSIONS = {"python": WARNING, "torch": NO_GO, "transformers": NO_GO, "datasets"
 # fraction is smaller, because other programs use part of a CPU's time.
 SLOW_DEVICE = {"cuda": 0.85, "cpu": 0.5}
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
-# A rank measures its links to at most MAX_PARTNERS other ranks.
+# A rank measures its links to at most MAX_PARTNERS other ranks in its node, and to at most
+# MAX_PARTNERS ranks in other nodes.
 MAX_PARTNERS = 4
 SHARED = "shared"
 
@@ -70,7 +71,7 @@ Finding = namedtuple("Finding", "check ranks value usual")
 
 
 def parse_args():
-    """Parse the command line, and check the arguments and the launcher's variables."""
+    """Return the arguments; exit with status 2 if an argument or environment variable is wrong."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
     parser.error = partial(fail, status=2)
@@ -115,9 +116,9 @@ def check_variables():
         problem = f"MASTER_ADDR {address}: {error.strerror}"
         fail(f"{problem}; set it to the name or the address of the node of rank 0", status=2)
 
-    # A shell may still have the variables of an earlier launcher, and pass them on to every rank.
-    # Every rank would then act as the same rank of a smaller run. Skip this check under torchrun,
-    # because torchrun always sets the variables itself.
+    # Check that the world size is large enough, because a shell may pass the variables of an
+    # earlier launcher on to every rank. Every rank would then act as the same rank of a smaller
+    # run. Skip this check under torchrun, because torchrun always sets the variables itself.
     sizes = [os.environ[size] for _, size, _ in LAUNCHERS if size in os.environ]
     num_ranks = max(int(values["RANK"]) + 1, *map(int, sizes))
     if num_ranks > int(values["WORLD_SIZE"]) and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -148,8 +149,8 @@ def adopt_launcher():
         # Rank 0 runs on the first node in Slurm's list: on gpu03 if the list is gpu[03-07,12].
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # Derive the port from the job id and the step id, so that two steps on the same node use
-        # different ports.
+        # Derive the port from the job id and the step id, so that two steps on the same node rarely
+        # use the same port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -167,7 +168,7 @@ def fail(message, status=1):
 
 
 def exit_now(status):
-    """Exit with `status`, but without clean-up, because Gloo's threads may abort in a clean-up."""
+    """Exit with `status`, but skip clean-up, because Gloo's threads may abort during clean-up."""
     sys.stdout.flush()
     os._exit(status)
 
@@ -178,7 +179,7 @@ def exit_now(status):
 def connect(args, rank):
     """Connect to the store at MASTER_ADDR:MASTER_PORT, and return the store.
 
-    Save this rank's host name in the store. If the connection fails, exit with the reason.
+    Save this rank's host name in the store. If the connection fails, print the reason, and exit.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun already runs a store at MASTER_ADDR. Under other launchers, rank 0 starts a store.
@@ -216,9 +217,10 @@ def report_failure(args, rank, world_size, store, error):
 
 
 def last_line(error):
-    """Return the last line of an error's message, without a file name in brackets at its start.
+    """Return the last line of an error's message, where NCCL gives the reason for the error.
 
-    NCCL gives the reason for an error in the last line of the message.
+    Drop a prefix in brackets, such as `[device.cc:84]`, from this line. If the message is empty,
+    return the name of the error's class.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*\] ", "", lines[-1])
@@ -235,7 +237,10 @@ def gather(value):
 
 
 def read_facts(args, rank):
-    """Return this rank's number, host name and software versions, and facts about its GPU."""
+    """Return a dictionary with this rank's number, host, kind of device and software versions.
+
+    If the device is a GPU, select it, and add its model and the GiB of its memory that are in use.
+    """
     facts = {"rank": rank, "host": socket.gethostname(), "device": args.device}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformers", "datasets"):
@@ -251,7 +256,7 @@ def read_facts(args, rank):
 
 
 def choose_gpu():
-    """Return the index of this rank's GPU among the GPUs that torch sees; exit if there is none."""
+    """Return the index of this rank's GPU among the GPUs that torch sees; exit if it has no GPU."""
     num_gpus = torch.cuda.device_count()
     # If this task sees only one GPU, as under srun --gpus-per-task=1, the index of the GPU is 0.
     index = int(os.environ["LOCAL_RANK"]) if num_gpus > 1 else 0
@@ -263,7 +268,8 @@ def choose_gpu():
 def check_save_dir(args, rank):
     """Check that all ranks share --save-dir and can write to it.
 
-    Return the result of this check on this rank, and the free space in GB.
+    Return this rank's result and the free space in GB, by the name of the check. The free space is
+    None if this rank cannot write.
     """
     folder = Path(args.save_dir).resolve()
     probes = [folder / f".preflight-{number}" for number in gather(f"{rank}-{time.time_ns()}")]
@@ -275,8 +281,8 @@ def check_save_dir(args, rank):
     except OSError as error:
         state = f"cannot write: {error.strerror}"
     dist.barrier()
-    # Wait for the file of rank 0, because a network file system may show a new file only after
-    # seconds.
+    # Wait for the file that rank 0 has written, because a network file system may show a new file
+    # only after several seconds.
     deadline = time.monotonic() + 10
     while state == SHARED and not probes[0].exists():
         time.sleep(0.1)
@@ -294,7 +300,8 @@ def check_save_dir(args, rank):
 def measure(args, rank, hosts):
     """Measure the TFLOP/s of this rank's device, and the GB/s of its links to other ranks.
 
-    `hosts` holds the name of each rank's host. Return the rates by the name of their check.
+    `hosts` holds the name of each rank's host. Return a dictionary from the name of each check to
+    the rate that it judges. A link's rate is None if this rank has no such link.
     """
     device, group = torch.device(args.device), None
     if args.device == "cuda":
@@ -325,11 +332,12 @@ def matmul_rate(device):
 
 
 def rings_of(hosts):
-    """Return the rings of ranks that exchange data: one ring in each node, and rings between nodes.
+    """Divide the ranks into rings that exchange data: a ring in each node, and rings between nodes.
 
-    A ring between nodes joins the ranks that have the same position in their nodes. If all nodes
-    are identical, each rank of a ring between nodes shares its network card with the same number of
-    other ranks, so the rates in the ring are comparable.
+    Return the two lists of rings by the name of their check. A ring between nodes joins the ranks
+    that have the same position in their nodes. If all nodes are identical, each rank of such a ring
+    shares its network card with the same number of other ranks, so the rates in the ring are
+    comparable.
     """
     ranks_by_host = defaultdict(list)
     for rank, host in enumerate(hosts):
@@ -344,9 +352,10 @@ def rings_of(hosts):
 def link_rate(rank, rings, device, group):
     """Return the rate in GB/s of this rank's fastest exchange with a partner.
 
-    In each round, two ranks are partners if their positions in the ring add up to the round's
-    `total`, modulo the length of the ring. Only the fastest exchange counts, so a partner with a
-    slow link does not make this rank look slow. Return None for a rank that never has a partner.
+    The exchanges run in rounds. In each round, two ranks are partners if their positions in the
+    ring add up to the round's `total`, modulo the length of the ring. Only the fastest exchange
+    counts, so a partner with a slow link does not make this rank look slow. Return None for a rank
+    that never has a partner.
     """
     [ring] = [ring for ring in rings if rank in ring]
     position = ring.index(rank)
@@ -390,8 +399,8 @@ def below(fraction, minimum=0):
 def checks(args):
     """Return a list of all checks.
 
-    Some checks compare a rank's value with the usual value of all ranks; the other checks compare
-    the value with a limit.
+    Some checks compare a rank's value with the usual value of all ranks; the other checks need only
+    the rank's value.
     """
     checkpoints_gb = 3 * args.checkpoint_gb
     slow_device, slow_link = SLOW_DEVICE[args.device], SLOW_LINK[args.device]
@@ -420,10 +429,11 @@ def checks(args):
 
 
 def compare(args, reports):
-    """Return a dictionary with the usual value of each check, and a list of findings.
+    """Return a dictionary from each check's name to its usual value, and a list of findings.
 
-    Ranks with the same bad value share a finding. But two measured values are hardly ever equal, so
-    the ranks of a node whose measured values are bad share a finding.
+    For a value that is not measured, the ranks with the same bad value share a finding. But two
+    measured values are hardly ever equal, so for a measured value, the ranks that have a bad value
+    and are on the same node share a finding.
     """
     usual_values, findings = {}, []
     for check in checks(args):
@@ -485,7 +495,7 @@ def print_report(reports, usual_values, findings, verdict):
 
 
 def examine(args, rank, facts):
-    """Test this rank, and return a list of the reports of all ranks: facts and measurements."""
+    """Test this rank, and return a list with the facts and the measurements of each rank."""
     all_facts = gather(facts)
     report = facts | check_save_dir(args, rank)
     dist.barrier()
@@ -503,8 +513,8 @@ def main():
     adopt_launcher()
     args = parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Read the facts first, because a process group allocates GPU memory, which would then count as
-    # GPU memory in use.
+    # Read the facts first, because the measurements in examine() allocate GPU memory, which would
+    # then count as GPU memory in use.
     facts = read_facts(args, rank)
     store = connect(args, rank)
     group = {"store": dist.PrefixStore("preflight", store), "rank": rank, "world_size": world_size}

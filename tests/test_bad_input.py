@@ -13,7 +13,7 @@ from runs import check_user_error
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, models):
-    """Create files and folders that each have one fault; return their parent folder."""
+    """Create a text file and two faulty models; return the folder that contains them."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "text.txt").write_text("other text " * 2000)
     shutil.copytree(models / "gpt2", folder / "small-embedding")
@@ -65,7 +65,7 @@ UNREADABLE = {
 
 
 def times_of(folder):
-    """Return the time of each file's last change, but leave out check_shared()'s probe file."""
+    """Return the time in ns of each path's last change, without check_shared()'s probe file."""
     files = [path for path in folder.rglob("*") if path.name != ".probe"]
     return {path: path.stat().st_mtime_ns for path in files}
 
@@ -76,7 +76,7 @@ def test_resume_with_different_arguments_changes_nothing(
 ):
     """Check that the error names the changed value or the unreadable checkpoint.
 
-    No file may change.
+    No file of the run may change.
     """
     other_tokens = prepare_tokens(files / "text.txt", tmp_path / "other.tokens")
     args = [*SHORT, "-d", small_tokens(), "--num-steps", 4, "--save-dir", tmp_path, "-e", "run"]
@@ -107,7 +107,7 @@ def test_only_one_rank_reports_a_mistake(files, tmp_path, chapter, arguments, ex
 
 @pytest.mark.parametrize("chapter", [slow("01"), *map(exhaustive, ("02", "04", "05"))])
 def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
-    """Let the third save fail; after the disk has grown, the run continues from the second save."""
+    """Let the third save fail; on a larger disk, the run must continue from the second save."""
     num_ranks = 1 if chapter == "01" else 2
     # Train longer in chapter 05, because it saves in the background, and reports a failed save only
     # at the next save.

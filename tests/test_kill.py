@@ -16,9 +16,10 @@ ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every",
 
 
 def kill_once(chapter, args, run_dir, oldest, choice, during_save):
-    """Start a run, kill it at a random moment, and check its checkpoints.
+    """Start or continue a run, kill it at a random moment, and check how many steps it has lost.
 
-    Return the step of the newest checkpoint.
+    If `during_save` is true, choose a moment during a save. Return the step of the newest
+    checkpoint.
     """
     logs = run_dir.with_name("logs")
     logs.mkdir(exist_ok=True)
@@ -34,8 +35,8 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
     assert running, f"the run ended or failed before the kill:\n{output}"
     newest = newest_step(run_dir)
-    # A run that saves in the background may lose the steps of two saves instead of one, because the
-    # latest save may be incomplete.
+    # A run may lose the steps since its latest save. In the background, the latest save may be
+    # incomplete, so the run may also lose the steps since the save before it.
     lost = 2 * EVERY if "--checkpoint-async" in args else EVERY
     assert newest >= max(oldest, last_logged_step(run_dir) - lost), output
     return newest
@@ -53,7 +54,7 @@ CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
 @pytest.mark.parametrize("chapter, kills", CASES)
 def test_kills_change_no_curve(tmp_path, chapter, kills):
-    """Kill all ranks several times, during a save and between saves."""
+    """Kill all ranks once or several times, by turns during a save and at any moment."""
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
     choice = random.Random(seed)

@@ -21,7 +21,7 @@ FOLDER = ROOT / "03-job-launchers/kubernetes"
 
 
 def objects(file, changes=()):
-    """Return the Kubernetes objects in a file, after replacing the texts in `changes`."""
+    """Return the Kubernetes objects in a file, with the replacements (old, new) in `changes`."""
     text = (FOLDER / file).read_text()
     for old, new in changes:
         text = text.replace(old, str(new))
@@ -38,10 +38,10 @@ def job_and_container(file, changes=()):
     return last["spec"], container
 
 
-# 1.31 is the first version of Kubernetes that has all fields of our YAML files.
+# 1.31 is the first version of Kubernetes that enables all fields of our YAML files by default.
 @pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
 def test_files_satisfy_the_schemas_of_kubernetes(version):
-    """Check the job inside the TrainJob, because the schemas have no TrainJob."""
+    """In trainjob.yaml, check only the inner job, because the schemas lack objects of Kubeflow."""
     service, job = objects("job.yaml")
     inner_job = job | {"spec": job_and_container("trainjob.yaml")[0]}
     for item in [service, job, inner_job, *objects("volume.yaml")]:
@@ -67,13 +67,13 @@ def test_kubeflow_runs_the_pods_of_the_plain_job():
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts one of two pods on this machine, as the kubelet would."""
+    """Return a function that runs the command of pod 0 or 1 here, as the kubelet would."""
     changes = [("train-llm-0.train-llm", "127.0.0.1"), ("29500", free_port())]
     changes += [("per-node=8", "per-node=1"), ("/shared/code", ROOT), ("/shared", tmp_path)]
     _, container = job_and_container("job.yaml", changes)
     command, started = container["command"], []
-    # Keep the script's first two arguments, which choose the folder, and replace all later
-    # arguments.
+    # Keep the script's first two arguments, which choose the folder of the run, and replace all
+    # later arguments.
     command[command.index("03-job-launchers/train_llm.py") + 3 :] = [*SHORT, "--num-steps", "60"]
     env = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     env["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
@@ -88,7 +88,7 @@ def start(tmp_path):
     yield start
     for process in started:
         process.kill()
-    # Print the log, which pytest shows if the test has failed.
+    # Print the log, because pytest shows the printed text if the test has failed.
     print((tmp_path / "log").read_text())
 
 
@@ -107,12 +107,12 @@ def action_at(status):
 @pytest.mark.slow
 @pytest.mark.parametrize("drained", [0, exhaustive(1)])
 def test_drained_pod_and_its_peer_are_replaced_and_continue(start, tmp_path, drained):
-    """Start each pod again as soon as it has ended, earlier than Kubernetes would start it."""
+    """Start each stopped pod again at once, which is earlier than Kubernetes would start it."""
     pods, run_dir = [start(0), start(1)], tmp_path / "outputs/train-llm"
     wait_until(lambda: last_logged_step(run_dir) >= 5, 120, "step 5")
     pods[drained].send_signal(signal.SIGTERM)
     # Kubernetes replaces a drained pod because of the condition DisruptionTarget, whatever the exit
-    # status is, so do not read the action of the job's rules here.
+    # status is, so do not call action_at() for the drained pod.
     assert pods[drained].wait(timeout=120) == 128 + signal.SIGTERM
     pods[drained] = start(drained)
     assert action_at(pods[1 - drained].wait(timeout=120)) == "Ignore"

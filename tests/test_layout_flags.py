@@ -77,8 +77,8 @@ def test_wrong_layout_stops_with_one_line(load, capsys, chapter, ranks, line, ex
         # Four ranks that split a matrix or a sequence process the same samples, so they divide the
         # batch as one rank would.
         ("06", 4, TP4, 8, 1),
-        # The stages of a pipeline process the same samples, too. With two stages, four ranks form
-        # two data-parallel ranks, which have 4 of the 8 samples each.
+        # The stages of a pipeline process the same samples. With two stages, four ranks form two
+        # pipelines, and each pipeline processes 4 of the 8 samples.
         ("07", 4, f"{PP2} {ONE_SAMPLE}", 1, 4),
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),
     ],

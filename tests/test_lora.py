@@ -32,7 +32,8 @@ WHY = "peft is not installed; run make extras"
 
 @pytest.fixture
 def chapter(load, one_rank_group, monkeypatch):
-    # Let monkeypatch restore this variable, which read_weights() sets for the entire process.
+    # Let monkeypatch restore this variable after the test, because read_weights() sets the variable
+    # for the entire process.
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     return load("lora")
 
@@ -57,7 +58,7 @@ def run_dir(base, tmp_path_factory):
 
 @pytest.fixture
 def words(layout_models, tmp_path):
-    """Return flags to train a small Llama on conversations."""
+    """Prepare conversations; return the flags to train a small Llama on them."""
     model = layout_models / "llama"
     return ["-m", model, "-d", prepare_conversations(tmp_path, model=model)]
 
@@ -65,8 +66,8 @@ def words(layout_models, tmp_path):
 def randomize_adapters(model, std=0.05):
     for weight in model.parameters():
         if weight.requires_grad:
-            # Initialize both matrices of an adapter randomly, because A has no gradient while B has
-            # its initial value, 0.
+            # Give random values to both matrices of an adapter, A and B. If B had its initial
+            # value, 0, the gradient of A would be 0.
             torch.nn.init.normal_(weight.detach().to_local(), std=std)
 
 
@@ -77,7 +78,7 @@ def own_name(name):
 
 
 def test_gradients_are_those_of_peft(chapter, words):
-    """Compare the adapters' gradients with the gradients in peft, one conversation at a time."""
+    """Compare the adapters' gradients with those in peft, which reads one document at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
     args, model, train_set, _ = prepare(chapter, *words, "--lora-rank", RANK)
     randomize_adapters(model)
@@ -106,14 +107,14 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, words):
         first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
     model.num_targets = chapter.answers_at(args, train_set, 1)
     loss = chapter.forward_backward(args, model, train_set, 1, device).item()
-    # Check that evaluate() divides by the number of learned tokens in the held-out samples, not by
-    # the number in the step's samples.
+    # Check that evaluate() divides the loss by the number of learned tokens in the held-out
+    # samples, not by the number in the step's samples.
     assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
     assert loss == pytest.approx(first, abs=1e-6)
 
 
 # ---- mixtures --------------------------------------------------------------------------------
-# The layers of these models have experts, shared experts or plain MLPs.
+# These families and settings cover layers with plain MLPs, with experts and with shared experts.
 KINDS = {
     "llama": {},
     "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
@@ -136,7 +137,8 @@ def base_with_adapters(chapter, folder, kind, precision):
     config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in base.state_dict().items():
-        # In published files of DeepSeek-V3, these biases are near 5 and differ by a few hundredths.
+        # Give the router's biases values as in the published files of DeepSeek-V3, where they are
+        # near 5 and differ by a few hundredths.
         if "correction_bias" in name:
             weight.normal_(5, 0.02)
     base.save_pretrained(folder)
@@ -157,13 +159,13 @@ def logits_of(model, ids):
 
 
 def full(weight):
-    """Return the full tensor of a shard, of a gathered weight or of a buffer."""
+    """Return the full tensor of a DTensor; return a plain tensor, such as a buffer, unchanged."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 IDS = torch.arange(3, 43)[None]
-# flint keeps parameters of its attention in fp32, and ernie4_5_moe keeps the weights of its router
-# in fp32.
+# In most of these families, transformers keeps values of the router in fp32. In flint, it also
+# keeps parameters of the attention in fp32.
 IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
 IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
 
@@ -178,8 +180,8 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(chapter, tmp_p
         assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
     with torch.no_grad():
         expected = other(input_ids=IDS, use_cache=False).logits
-    # The routers of the script's model and of transformers' model must choose the same experts,
-    # because with different experts, the logits would differ by far more.
+    # Compare the logits. They would differ by far more if the routers of the two models chose
+    # different experts.
     assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
 
 
@@ -200,7 +202,8 @@ def test_adapters_give_the_same_logits_in_peft(chapter, tmp_path, kind):
         found = loaded(input_ids=IDS, use_cache=False).logits
     logits = logits_of(model, IDS)
     assert (found - logits).abs().max() < 1e-5 < 1e-2 < (before - logits).abs().max()
-    # Check the list of module names, because programs that serve adapters need these names.
+    # Check the names of the adapted modules, because programs that serve adapters need these names.
+    # In mixtures, the list is empty, because peft needs the names of weights instead.
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert config["target_modules"] == (args.lora_modules if kind == "llama" else [])
 
@@ -212,8 +215,8 @@ def test_checkpoint_holds_only_adapters(run_dir):
     assert weights and all(".lora_" in name for name in weights)
     num_weights = sum(weight.numel() for weight in weights.values())
     # Each of two ranks writes a file with parts of each weight, of its two moments and of its step
-    # counter. An element of a weight takes 12 bytes, with its moments. In addition, each part takes
-    # about 1.6 KiB in the file.
+    # counter. An element of a weight and of its moments takes 12 bytes. In addition, each part
+    # takes about 1.6 KiB in the file.
     size = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step-00000004/*"))
     assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 

@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
 LONG = [*SHORT, "--seq-length", "32", "--num-steps", "150", "--eval-every", "150"]
 LONG += ["--checkpoint-every", "20"]
-# This pattern matches the processes that train, but not their launchers, because the command lines
-# of launchers begin with a different word.
+# This pattern matches the command line of a rank: python, perhaps -u, and the script. It does not
+# match launchers, because their command lines have other words before the script.
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-# Each of these launchers starts two ranks of a script on each of the hosts h1 and h2.
+# Each command in LAUNCHERS starts two ranks of a script on each of the hosts h1 and h2.
 SBATCH = "sbatch --nodes=2 --gpus-per-node=2 "
 LAUNCHERS = {
     "ssh": "{chapter}/ssh/launch.sh {folder}/hosts.txt",
@@ -42,13 +42,13 @@ LAUNCHERS = {
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
-    """Train uninterrupted runs on one host; return their metrics by name."""
+    """Train two uninterrupted runs on one host; return each run's metrics by the run's name."""
     runs = {4: {"short": ("03", [])}, 2: {"long": ("03", LONG)}}
     return curves_of(tmp_path_factory.mktemp("one-host"), runs)
 
 
 class User:
-    """Act as a user who types commands about one run on the hosts of a cluster."""
+    """Act as a user who launches, watches and signals one run on the hosts of a cluster."""
 
     def __init__(self, cluster, folder):
         self.cluster, self.folder, self.run_dir = cluster, folder, folder / "run"
@@ -71,8 +71,8 @@ class User:
         """Start a line of bash on a host; return the process, whose output goes to HOST.log."""
         with open(self.folder / f"{host}.log", "w") as log:
             options = {"cwd": self.folder, "env": self.env | variables, "stdout": log}
-            # Like a terminal, setsid puts the processes of the line into a group that a test can
-            # signal.
+            # setsid gives the line a process group of its own, so that a test can signal all its
+            # processes at once, as Ctrl-C in a terminal does.
             return self.cluster.popen(host, f"exec setsid {line}", stderr=log, **options)
 
     def launch(self, line):
@@ -101,7 +101,7 @@ class User:
         wait_until(lambda: last_logged_step(self.run_dir) >= step, 150, f"step {step}")
 
     def ranks(self, tool="pgrep"):
-        """Find the ranks with pgrep, or signal them with pkill; return each host's output."""
+        """Run pgrep or pkill on the ranks of h1 and h2; return the tool's output on each host."""
         commands = [(host, [*tool.split(), "-f", RANKS]) for host in ("h1", "h2")]
         return [self.cluster.run(*command, check=False).stdout for command in commands]
 
@@ -110,7 +110,7 @@ class User:
 def user(cluster, tmp_path):
     user = User(cluster, tmp_path)
     yield user
-    # Print the end of each log, which pytest shows if the test has failed.
+    # Print the end of each log, because pytest shows the printed text if the test has failed.
     for log in user.output().split("\n== "):
         print("==", log.splitlines()[0], log[-3000:], sep="\n")
 
@@ -149,7 +149,7 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
 def submit_long(user, file=CHAPTER / "slurm/train.sbatch", nodes=2):
     """Submit a job with one rank per host, wait until it is at step 20, and return the job's id.
 
-    The job runs for about half a minute.
+    An uninterrupted job runs for about half a minute.
     """
     user.env["RANKS_PER_NODE"] = "1"
     typed = f"sbatch --time=60 --nodes={nodes} --gpus-per-node=1 --ntasks-per-node=1 {file}"
@@ -163,7 +163,7 @@ def wait_for_request(user):
 
 
 def run_out_of_time(user, job):
-    """Shorten the time limit of a job until Slurm sends the stop signal; then restore the limit."""
+    """Shorten a job's time limit, wait until Slurm sends the stop signal, and restore the limit."""
     minutes = int(user.cluster.job(job)["RunTime"].split(":")[1])
     user.cluster.run("head", f"scontrol update JobId={job} TimeLimit={minutes + 2}")
     wait_for_request(user)
@@ -187,9 +187,9 @@ def cancel(user, job):
 
 
 def disturb(user, job, event):
-    """Suspend the ranks during an event, so that no rank finishes before the event.
+    """Call `event` while the ranks are suspended, so that no rank finishes before the event.
 
-    Wait until the job has ended, and return Slurm's record of the job.
+    Then wait until the job has ended, and return Slurm's record of the job.
     """
     user.ranks("pkill -STOP")
     event(user, job)
@@ -233,7 +233,7 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
 
 
 def check_step_of_restart(user, was_asked=True):
-    """Check that a run continued once; return the step from where it continued.
+    """Check that a run continued exactly once; return the step of the checkpoint that it read.
 
     With `was_asked`, the run must have reported that it stopped at this step.
     """
@@ -243,7 +243,7 @@ def check_step_of_restart(user, was_asked=True):
 
 
 def check_continued_curve(user, curves, was_asked=True):
-    """Check that a run on changing numbers of ranks has the losses of the uninterrupted run."""
+    """Check that a run has the uninterrupted run's losses, although its number of ranks changed."""
     near = range(check_step_of_restart(user, was_asked) + 21)
     full = curves["long"], metrics(user.run_dir)
     first_steps = ({step: curve[step] for step in near} for curve in full)
@@ -259,8 +259,9 @@ def crash(user):
 
 def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
     """Kill a rank of a job that has no restarts left: the job must requeue itself and finish."""
-    # Allow two requeues. On a busy machine, a torchrun has failed after its ranks had finished, for
-    # a reason that we do not know. The job then started a second time, and found a finished run.
+    # Allow two requeues, although the test needs one. On a busy machine, a torchrun has failed
+    # after its ranks had finished, for a reason that we do not know. The job then requeued itself
+    # once more, and found a finished run.
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": "2"}
     job = submit_long(user)
     crash(user)
@@ -273,7 +274,7 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
 
 @pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
 def test_job_that_cannot_train_is_not_requeued(user, requeues):
-    """Crash a job that may requeue 0 times, or give a wrong flag to a job with 5 requeues."""
+    """Crash a job that may not requeue itself, or start a job that may, with a wrong flag."""
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
     if requeues == "0":
         job = submit_long(user)
@@ -324,8 +325,8 @@ def test_cancelled_job_saves_and_continues_on_other_nodes(user, curves, before, 
     assert user.cluster.job(job)["JobState"] == "CANCELLED", "the cancelled job was requeued"
 
 
-# Both hosts run this command. If h2 dies, the torchrun on h1 continues alone. If h1 dies, both
-# torchruns exit, because the rendezvous is on h1.
+# Both hosts run this command. If h2 dies, the torchrun on h1 continues alone. If h1 dies, the
+# torchrun on h2 ends, because the rendezvous is on h1.
 ELASTIC = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 ELASTIC += " --rdzv-id elastic --rdzv-endpoint h1:29400 --rdzv-conf last_call_timeout=10"
 
@@ -341,7 +342,7 @@ def test_torchrun_continues_without_a_dead_host(user, curves):
 
 @pytest.mark.exhaustive
 def test_torchrun_continues_with_a_host_that_joins(user, curves):
-    """Let a host join: torchrun stops the first host's rank, which saves, and starts both ranks."""
+    """Let a host join: the first host's rank saves and stops; then each host starts a rank."""
     line = user.line(ELASTIC, *LONG)
     # With LOGLEVEL=INFO, torchrun reports a host that joins.
     first = user.type(line, "h1", LOGLEVEL="INFO")
@@ -355,9 +356,10 @@ def test_torchrun_continues_with_a_host_that_joins(user, curves):
     check_continued_curve(user, curves)
 
 
-# Each way to stop a run has a launcher, and a command that a user on the host `head` would type.
+# For each way to stop a run, name the launcher of the run, and a command that stops the run in this
+# way when the test runs it on the host `head`.
 STOPS = {
-    # Signal the launcher's group of processes, as a terminal does.
+    # Signal the launcher's process group, as a terminal does on Ctrl-C.
     "Ctrl-C": ("ssh", "kill -INT -- -$(pgrep -o -f ssh/launch.sh)"),
     "lost connection": ("ssh", "pkill -KILL -f 'launch.sh|ssh -tt'"),
     # `script` provides a terminal to its command, so killing `script` closes the terminal.
@@ -391,7 +393,7 @@ def test_launcher_that_is_stopped_saves_and_leaves_no_rank(user, stop):
 
 
 def test_folder_that_is_not_shared_is_reported_with_the_host(user):
-    """Mount a separate disk on each host in place of the folder that the hosts should share."""
+    """On each host, mount a separate file system in place of the folder that all should share."""
     for host in ("h1", "h2"):
         user.cluster.run(host, f"mount -t tmpfs tmpfs {user.folder}")
     user.launch(user.line(LAUNCHERS["by hand"].replace("node 2", "node 1"), *SHORT))
@@ -409,7 +411,10 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
     ],
 )
 def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expected):
-    """Check that the errors at the end of the output name the wrong interface, host or port."""
+    """Check that the errors name the wrong interface, host or port.
+
+    If a job script prints the last errors of its ranks, look only at these errors.
+    """
     user.cluster.block_port("h1", 23456)
     user.env |= [variable.split("="), ("RANKS_PER_NODE", "1")]
     typed = LAUNCHERS[launcher].replace("per-node=2", "per-node=1")

@@ -33,7 +33,7 @@ def test_layers_are_spread_evenly(load, layers, stages):
 
 @pytest.mark.exhaustive
 def test_bubble_equals_the_formula(tmp_path):
-    """Let the layers sleep so long that all other work of the ranks does not matter."""
+    """Run bubble.py, whose layers sleep so long that the ranks' other work does not matter."""
     command = [ROOT / "benchmarks/bubble.py", "--output", tmp_path / "rows.json"]
     run_command(*command, check=True)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from plot import fail
 
-# Import chapter 01's script, because its functions build tokenizers and configurations.
+# Let Python find chapter 01's script, because its functions build tokenizers and configurations.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
 
 import train_llm as chapter
@@ -55,11 +55,12 @@ def write_model(checkpoint, folder):
 
 
 def read_shards(checkpoint, state):
-    """Replace each value in `state` with the value in the checkpoint; return `state`.
+    """Replace each value in `state` by the checkpoint's value of the same name; return `state`.
 
     Exit with an error if the checkpoint is not complete.
     """
-    # Turn off logging, because DCP would log pages about an error that fits on one line.
+    # Turn off warnings in the log, because DCP would log pages about an error that fits on one
+    # line.
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:

@@ -29,7 +29,8 @@ COMMANDS = (
     "slurmd slurmctld sbatch munged ssh ssh-keygen sshd pdsh mpirun mpiexec.hydra "
     "ip tc nft pkill nsenter unshare setpriv tmux"
 ).split()
-# Daemons get a clean environment, as at boot. Commands on a host inherit the caller's environment.
+# Daemons get this clean environment, as at boot, while commands on a host inherit the caller's
+# environment.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
@@ -63,7 +64,8 @@ def wait_until(condition, seconds, description):
         if time.monotonic() > deadline:
             raise ClusterError(f"timed out after {seconds} s, waiting for: {description}")
         time.sleep(pause)
-        # Double the pause after each check, because requests in a tight loop would slow down Slurm.
+        # Double the pause after each check, up to half a second, because requests in a tight loop
+        # would slow down Slurm.
         pause = min(2 * pause, 0.5)
     return value
 
@@ -94,7 +96,7 @@ class Cluster:
             raise ClusterError(reason)
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         self._children = []
-        # This dictionary has, by host, the `unshare` process that made the host's namespaces.
+        # Map each host to the `unshare` process that made the host's namespaces.
         self._boots = {}
         try:
             self._write_files()
@@ -234,7 +236,8 @@ class Cluster:
         process = self._boot(["unshare", *options, "sh", HERE / "host.sh", host, self.folder])
         self._boots[host] = process
         expect_line(process, "named")
-        # Delete the virtual cable of this host's previous boot, which may still exist after a kill.
+        # Delete the host's virtual cable, because after a kill, the cable of the previous boot may
+        # still exist.
         self._on_switch(f"ip link delete {host}", check=False)
         self._on_switch(f"ip link add {host} type veth peer name eth0 netns {process.pid}")
         self._on_switch(f"ip link set {host} master switch up")
@@ -243,7 +246,7 @@ class Cluster:
         return process
 
     def _wait_for_nodes(self, *nodes):
-        """Wait until Slurm can run jobs on all `nodes`; raise ClusterError after 60 seconds."""
+        """Wait until Slurm can run jobs on all `nodes`, or raise ClusterError after 60 seconds."""
 
         def usable():
             query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
@@ -259,8 +262,9 @@ class Cluster:
         boot = self._boots.pop(host)
 
         def has_ended():
-            # Kill the child of `unshare`, which is the first process of its namespace. `unshare`
-            # itself ends when no process is left in the namespace.
+            # Kill the child of `unshare`, because the child is the first process in the host's PID
+            # namespace: the kernel then kills all processes in this namespace. `unshare` ends after
+            # them.
             subprocess.run(["pkill", "-KILL", "--parent", str(boot.pid)], check=False)
             return boot.poll() is not None
 

@@ -35,8 +35,8 @@ def parent_of(chapter, root=ROOT):
 def parts(source):
     """Return the line numbers of each part of a script, by the name of the part.
 
-    Parts are functions and classes with their decorators, constants, and the last lines, which are
-    named `__main__`. The docstring and the imports belong to no part.
+    A part is a constant, a function or class with its decorators, or the last `if` statement, whose
+    name here is `__main__`. The docstring and the imports belong to no part.
     """
     found = {}
     for node in ast.parse(source).body:
@@ -48,7 +48,8 @@ def parts(source):
             name = "__main__"
         else:
             continue
-        # Begin a part with its first decorator, which is above the line of the function or class.
+        # Begin a function or class with its first decorator, because node.lineno is the line of
+        # `def` or `class`.
         first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])])
         found[name] = range(first, node.end_lineno + 1)
     return found
@@ -81,7 +82,8 @@ def code_lines(source):
 def diff(before, after):
     """Return all lines of two scripts as (mark, line, number in `before`, number in `after`).
 
-    The mark is ' ', '+' or '-'. Line numbers begin at 1.
+    The mark is ' ' for a line in both scripts, '-' for a line only in `before`, and '+' for a line
+    only in `after`. Line numbers begin at 1. If the scripts are equal, return an empty list.
     """
     command = ["diff", "--unified=1000000", "--", str(before), str(after)]
     marked = subprocess.run(command, check=False, capture_output=True, text=True).stdout
@@ -108,8 +110,8 @@ def diff_by_part(before, after):
         mark, _, old, new = line
         return old_names.get(old) if mark == "-" else new_names.get(new)
 
-    # A part may have several groups of lines, because a diff may interrupt a removed part with
-    # lines of a new part.
+    # Collect the lines of each part from several groups, because a diff may interrupt a removed
+    # part with lines of a new part.
     found = {}
     for number, (name, lines) in enumerate(groupby(diff(before, after), key=part_of)):
         found.setdefault(name or number, []).extend(lines)
@@ -161,6 +163,6 @@ def noise(before, after):
 
 
 def code_of(hunk, mark):
-    """Return the lines of `hunk` with the mark + or -, without comments, blanks and indentation."""
+    """Return the lines of `hunk` with `mark`, without comments, blank lines and indentation."""
     code = (re.sub(r"(^|\s+)#( .*)?$", "", line) for its_mark, line in hunk if its_mark == mark)
     return [line.strip() for line in code if line.strip()]

@@ -27,15 +27,16 @@ SITE = Path(__file__).with_name("site")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 PICTURE = re.compile(r"(!\[[^]]*\]\(\S+)\.svg\)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
-# Remove the tags around names, operators, punctuation and spaces, because the site gives them no
-# color.
+# Match the tags around names, operators, punctuation and spaces. split_diff() removes these tags,
+# because the site has no color for the text inside.
 PLAIN = re.compile(r'<span class="(?:n|nn|o|p|w)">(.*?)</span>')
-# Remove the quotes around class names, because HTML needs the quotes only if a slash follows.
+# Match a class attribute with a single name. shrink() removes the quotes around the name, because
+# HTML needs these quotes only if a slash follows.
 QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
 HUNK = re.compile(r'<span class="gu">@@ \w+(?:, further down)? @@</span>')
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
-# The sidebar has these parts, in the order of reading. A page is in the first part that has a
-# matching pattern.
+# The sidebar has these parts, in the order of reading. A page directly below the top page is in the
+# first part that has a pattern for the page's path.
 SIDEBAR = {
     "Chapters": "0*/*",
     "Around the chapters": "preparing-data/* fine-tuning/* diagnosing-errors/* tools/*/*",
@@ -47,9 +48,10 @@ SIDEBAR = {
 
 # ---- sources for Sphinx ----------------------------------------------------------------------
 def stage_readme(path, stage):
-    """Write a README to `stage` in MyST's syntax, and return the paths of the linked source files.
+    """Write a README to `stage` in MyST's syntax, and return the paths of all linked source files.
 
-    A link to a chapter's script becomes a link to the page with the script's diff.
+    Folders count as source files. A link to a chapter's script becomes a link to the page with the
+    script's diff.
     """
     linked = set()
 
@@ -96,9 +98,9 @@ def write(path, text):
 
 # ---- a chapter beside its diff ---------------------------------------------------------------
 def stage_step(chapter, stage):
-    """Write the page that shows a chapter's README on the left and its script's diff on the right.
+    """Write the page that shows a chapter's README on the left, and the script's diff on the right.
 
-    Add a link to this page below the README's title. Return the anchors of the hunks that the
+    Below the README's title, add a link to this page. Return the anchors of the hunks that the
     README shows, in the order of the README.
     """
     folder = stage / chapters()[chapter].parent.relative_to(ROOT)
@@ -150,9 +152,11 @@ def split_diff(chapter):
 
 
 def blocks_of(lines, old_html, new_html, is_new):
-    """Return the blocks of a part: hunks, and the unchanged lines between them.
+    """Return the blocks of a part: its hunks, and the unchanged lines around the hunks.
 
-    A fold hides the unchanged lines that are more than three lines away from a hunk.
+    A fold hides two or more neighboring lines that are all more than three lines away from a hunk.
+    A part without a hunk has no fold. If the script `is_new`, the part has no hunk, and all its
+    lines form one block.
     """
     blocks = []
     runs = [list(run) for _, run in groupby(lines, key=lambda line: line[0] == " " or is_new)]
@@ -172,9 +176,10 @@ def blocks_of(lines, old_html, new_html, is_new):
 
 
 def hunk_of(lines, old_html, new_html):
-    """Return a hunk as a dictionary: the HTML of the old lines and of the new lines.
+    """Return a hunk as a dictionary: the HTML of its old lines as "old", of its new lines as "new".
 
-    `start` has the number of the first old line and of the first new line.
+    "start" has the number of the first old line and of the first new line, or 0 if there is no such
+    line. "text" is the set of these lines without HTML, each after its mark + or -.
     """
     before, after = ([line for line in lines if line[0] == mark] for mark in "-+")
     marks = changed_words([line[1] for line in before], [line[1] for line in after])
@@ -189,10 +194,11 @@ def hunk_of(lines, old_html, new_html):
 
 
 def changed_words(before, after):
-    """Return a list of booleans for each line of a hunk: true for a character of a changed word.
+    """Return the marks of each old line of a hunk under the key "-", of each new line under "+".
 
-    Only a line that resembles a line on the opposite side of the hunk has changed words. The keys
-    "-" and "+" hold the lists of the old and of the new lines.
+    The marks of a line are a list with a boolean for each character: whether the character is part
+    of a changed word. Only a line that resembles a line on the opposite side of the hunk has
+    changed words.
     """
     found = {"-": [], "+": []}
     for line, below in pairwise([*difflib.ndiff(before, after), ""]):
@@ -207,7 +213,7 @@ def changed_words(before, after):
 
 
 def mark_words(html, marks):
-    """Return the HTML of a line with <mark> around the characters that are true in `marks`."""
+    """Return a line's HTML with <mark> around the characters whose value in `marks` is true."""
     marks = iter(marks)
 
     def mark(match):
@@ -219,9 +225,9 @@ def mark_words(html, marks):
 
 
 def find_shown_hunks(readme, found):
-    """Return the anchors of the hunks that a README shows.
+    """Give each hunk an anchor, and return the anchors of the hunks that a README shows.
 
-    Store in each of these hunks the title of the README's section that shows the hunk.
+    Store in each shown hunk the titles of the README's sections that show the hunk.
     """
     hunks = {}
     for part in found:
@@ -242,7 +248,8 @@ def find_shown_hunks(readme, found):
 def link_hunks(page, script, targets):
     """Turn the header of each hunk on a page into a link to the same hunk in the page `script`.
 
-    `targets` has the anchors of the hunks, in the order of the page.
+    If `script` is empty, link to the hunk on `page` itself. `targets` has the anchors of the hunks,
+    in the order of the page.
     """
     numbered = enumerate(targets)
 
@@ -255,7 +262,7 @@ def link_hunks(page, script, targets):
 
 # ---- the planner's form ----------------------------------------------------------------------
 def stage_form(stage):
-    """Write the planner's form into its page, and write the script that computes the layouts."""
+    """Write the planner's form into tools/planner/form.md, and its script to static/planner.js."""
     page, form = stage / "tools/planner/form.md", (SITE / "planner/form.html").read_text()
     empty = '<div id="planner-form"></div>'
     write(page, page.read_text().replace(empty, f"```{{raw}} html\n{form}```"))
@@ -270,7 +277,7 @@ def home_of(page, pages):
 
 
 def add_sidebar(pages, stage):
-    """Add to each README a table of contents of the pages below it; Sphinx's sidebar shows it."""
+    """Add a table of contents to each page that has pages below it, for Sphinx's sidebar."""
     top = Path("README.md")
     below = {page: [other for other in pages if home_of(other, pages) == page] for page in pages}
     for title, patterns in SIDEBAR.items():
@@ -297,15 +304,16 @@ def shrink(output):
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
         text = "".join(pieces).replace('class="reference internal"', "class=reference")
         text = text.replace('class="docutils literal notranslate"', "class=literal")
-        # Remove the span, which keeps a word on one line, if the code is a single word; site.css
-        # then keeps the code on one line.
+        # Remove the span around code that is a single word. The span would keep the word on one
+        # line, but site.css does this for code without a span.
         text = re.sub(
             r'(<code class=literal>)<span class="pre">([^<]*)</span></code>', r"\1\2</code>", text
         )
-        # Remove the end tags of these elements, because HTML does not require them.
+        # Remove the end tags of list items, table rows and table cells, because HTML does not
+        # require them.
         text = re.sub(r"</(?:li|t[dhr])>\s*", "", text)
-        # Remove this role, because Sphinx omits the level of the heading, which a screen reader
-        # needs.
+        # Remove the role `heading`, because a screen reader also needs the level of the heading,
+        # which Sphinx omits.
         text = text.replace(' role="heading"', "")
         page.write_text(QUOTED.sub(r"\1\2", text))
 

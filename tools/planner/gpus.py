@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
     name: str
     capability: tuple
     gpu_memory_gib: float
-    # The peak speed is in dense TFLOP/s, in bf16 or, on a T4, in fp16.
+    # gpu_tflops is the peak of dense matrix products, in TFLOP/s: in bf16, or on a T4, in fp16.
     gpu_tflops: float
     # Matrix products and attention reach these shares of the peak.
     matrix_share: float
@@ -68,7 +68,7 @@ def gpu_kind(text):
 
 
 def set_defaults(parser, argv):
-    """Set the parser's defaults to the memory and the speeds of the GPU that --gpu names."""
+    """If --gpu names a GPU, make its memory and its speeds the parser's defaults."""
     kind = parser.parse_known_args(argv)[0].gpu
     if kind:
         parser.set_defaults(**GPUS[kind].values)
