@@ -118,7 +118,7 @@ class Skip(Exception):
 
 
 class Job(harness.Job):
-    """Run a process of a check, and read the files that the process writes."""
+    """Run a command for a check, and read the files that the command writes."""
 
     def __init__(self, name, command, folder, run_dir, **variables):
         self.name, self.folder, self.run_dir = name, folder, run_dir
@@ -128,7 +128,7 @@ class Job(harness.Job):
             super().__init__(command, out, log, **variables)
 
     def printed(self):
-        """Return the text that the process has printed to stdout."""
+        """Return the text that the command has printed to stdout."""
         return (self.folder / "out").read_text()
 
     def rows(self):
@@ -137,7 +137,7 @@ class Job(harness.Job):
         return rows_of(path) if path.exists() else []
 
     def last_words(self):
-        """Return the last four errors in the log or, if it has no errors, its last four lines."""
+        """Return the last errors in the log, or its last lines if it has no errors: at most four."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         pattern = r"(\[rank\d+\]: *)*([\w.]*(Error|Exception)\b|[\w.]+: error: )"
         errors = [line for line in lines if re.match(pattern, line) and "ChildFail" not in line]
@@ -228,7 +228,7 @@ class Bench:
 
 
 def difference(job, reference):
-    """Return the largest difference between the losses of two runs in the same step."""
+    """Return the largest difference between two runs' losses in the same step."""
     return largest_difference({run.name: read_metrics(run.run_dir) for run in (job, reference)})
 
 
@@ -261,8 +261,8 @@ def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, s
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
-        # Use at most 4 ranks, because the tiny model has too few heads for more ranks, and use a
-        # divisor of the number of devices.
+        # Use a divisor of the number of devices, and at most 4 ranks, because the small models have
+        # too few heads or layers for more ranks.
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
         raise Skip("needs an even number of GPUs")
@@ -375,8 +375,9 @@ def no_sync(bench, *launcher):
 def memory(bench, chapter, flags=""):
     """Compare a chapter's peak memory on one GPU with the peak that the planner predicts."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
-    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. A rank of
-    # either chapter holds exactly one copy of all gradients when its memory reaches the peak.
+    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. In chapter
+    # 01 as in this plan, a process holds exactly one copy of all gradients when its memory reaches
+    # the peak.
     plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
     plans["lora"] = f"05 {EIGHT} --lora-rank 16"
     plan = plans.get(chapter, f"{chapter} {EIGHT}")
@@ -598,7 +599,7 @@ CHECKS = TOGETHER | ALONE
 # Checks whose names start with these words have no result on a CPU, because there the host never
 # waits for a device, and the peak memory of the process includes more than tensors.
 GPU_ONLY = ("no-sync", "memory")
-# Skip checks whose names start with these words on a GPU that cannot multiply in float8.
+# On a GPU that cannot multiply in float8, skip the checks whose names start with these words.
 IN_FLOAT8_ONLY = ("float8", "speed-float8")
 
 

@@ -100,7 +100,8 @@ def request_dumps(run):
 def read_ranks(run, now):
     """Map each rank of the run's latest start to the result of read_rank() for this rank.
 
-    `now` is the time of the request by the file system's clock, because the clocks of hosts differ.
+    `now` is the result of request_dumps(): a time by the file system's clock, because the clocks of
+    hosts differ.
     """
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}

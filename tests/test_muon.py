@@ -25,7 +25,7 @@ def script(load, one_rank_group):
 
 
 def prepare(script, *words):
-    """Build and shard the model that a command line asks for.
+    """Build and shard the model that the flags `words` ask for.
 
     Return the arguments, the model, the optimizer and the training samples.
     """

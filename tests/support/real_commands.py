@@ -23,7 +23,7 @@ class RealCommand:
 
     @property
     def gpu(self):
-        """Return the name by which the planner knows the command's GPU.
+        """Return the name of the command's GPU in the planner.
 
         The guide uses fp16 only on GPUs without bf16, such as the T4.
         """

@@ -85,7 +85,7 @@ def differences(gradients, split_gradients):
 
 
 def main():
-    """Train each family with and without splitting the model; let rank 0 write the results.
+    """Train a model of each family with and without splitting it; let rank 0 write the results.
 
     The results are the losses, the gradient norms, and the differences between the gradients. If
     the split model of a family cannot train, rank 0 writes the reason instead.

@@ -48,7 +48,7 @@ class MomentRecorder(activations.Recorder):
 
 
 def settings_of(base):
-    """Yield a setting for each combination of chapter, recomputation and split that the form plans.
+    """Yield settings for each combination of chapter, recomputation and split that the form plans.
 
     For a given model, the sizes of a setting's tensors depend only on this combination, the
     micro-batch and the sequence length.

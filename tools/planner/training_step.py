@@ -311,7 +311,7 @@ def split_stages(model, model_name, ranks, num_stages):
 
 @functools.cache
 def active_numbers(model):
-    """Count the weights in the layers, but leave out the experts that a token does not use."""
+    """Count the elements of the layers' weights, without the experts that a token does not use."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
