@@ -88,7 +88,7 @@ def scaled(losses):
 def batch_sizes(args, folder):
     """Train with each batch size at each rate and at the rules' rates; yield a row for each run.
 
-    After all runs, print the loss at each rate of each rule, and only then yield the rows.
+    After all runs, print the mean loss at each rate of each rule, and only then yield the rows.
     """
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
