@@ -174,7 +174,7 @@ class Bench:
         """Start a training run; return its Job.
 
         `script` is a name in SCRIPTS, or a command that accepts the flags of chapter 01. `run` is
-        the name of an earlier job if the run continues the run of this job.
+        the name of the earlier job whose run the script continues, or None for a new run.
         """
         command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
@@ -446,7 +446,10 @@ def speed_flags(bench, ranks=1, model=LARGE):
 
 
 def speed_bare(bench):
-    """Measure the speed of a loop that only trains; later checks divide their speed by it."""
+    """Measure the tokens per second of a loop that only trains, eager and compiled.
+
+    Later checks divide their own speed by this speed.
+    """
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
         # Leave out two rows: the row of step 1, which has no speed, and the row of step WINDOW,
