@@ -131,7 +131,7 @@ REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.
 
 
 def test_reused_buffer_is_wrong_with_one_matrix_per_rank(monkeypatch, tmp_path):
-    """Let the two all-to-alls of an update receive in one buffer.
+    """Let the two all-to-alls of an update receive in the same buffer.
 
     With one matrix per rank, the second all-to-all also sends from this buffer, so the result is
     wrong.
