@@ -53,29 +53,31 @@ LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --ev
 NUM_FORBIDDEN = 60
 # The check float8-restarts compares the losses of this number of steps after each start.
 NUM_RESTARTED = 30
-# A script logs its speed every WINDOW steps. A check uses the median of WINDOWS logged speeds.
+# In a check of speed, the script logs its speed every WINDOW steps, and the check uses the median
+# of WINDOWS logged speeds.
 WINDOW, WINDOWS = 3, 3
 # A check starts only if at least LEAST seconds of --budget are left, and may take at most LIMIT
 # seconds.
 LEAST, LIMIT = 30, 300
 # Losses in float32 may differ by up to 1e-4 between devices.
 WITHIN = (0, 1e-4)
-# Losses in bfloat16 may differ from losses in float32 by up to 1e-2. On an H200, they differ by
-# 2e-3.
+# Losses in bfloat16 may differ from losses in float32 by up to 1e-2. On an H200, the largest
+# difference was 2e-3.
 ROUGHLY = (0, 1e-2)
 # Losses in float8 may differ from losses in float32 by up to 2e-2. Without a GPU, they differ by
-# 5e-3.
+# up to 4e-3 with seed 0.
 IN_FLOAT8 = (0, 2e-2)
 # Map each injected fault to the kind of fault that whats_wrong.py should report.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
-# SHAPE holds the sizes that LARGE and MIDDLE share. LARGE is Llama-3.2-1B. MIDDLE has fewer layers
-# and a smaller vocabulary, so that several checks can train it side by side on the same GPU.
+# SHAPE holds the sizes that LARGE and MIDDLE share. LARGE has the layers and the vocabulary of
+# Llama-3.2-1B. MIDDLE has fewer layers and a smaller vocabulary, so that several checks can train
+# it side by side on the same GPU.
 SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=32 head_dim=64
     num_key_value_heads=8 tie_word_embeddings=true max_position_embeddings=8192"""
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
-# WIDE has layers as wide as the layers of Llama 3.1 8B, because float8 is faster only in large
-# matrix products.
+# WIDE has layers as wide as the layers of Llama 3.1 8B, because float8 is faster than bfloat16 only
+# in large matrix products.
 WIDE = """--config hidden_size=4096 intermediate_size=14336 num_attention_heads=32 head_dim=128
     num_key_value_heads=8 max_position_embeddings=8192 vocab_size=32000"""
 # To train on a token, LARGE needs 6 FLOPs for each weight, and 12 × layers × width × sequence
@@ -116,7 +118,7 @@ class Skip(Exception):
 
 
 class Job(harness.Job):
-    """Run a process of a check, and read the files that the process writes."""
+    """Run a command for a check, and read the files that the command writes."""
 
     def __init__(self, name, command, folder, run_dir, **variables):
         self.name, self.folder, self.run_dir = name, folder, run_dir
@@ -126,7 +128,7 @@ class Job(harness.Job):
             super().__init__(command, out, log, **variables)
 
     def printed(self):
-        """Return the text that the process has printed to stdout."""
+        """Return the text that the command has printed to stdout."""
         return (self.folder / "out").read_text()
 
     def rows(self):
@@ -135,7 +137,7 @@ class Job(harness.Job):
         return rows_of(path) if path.exists() else []
 
     def last_words(self):
-        """Return the last four errors in the log or, if it has no errors, its last four lines."""
+        """Return the log's last errors, at most four; without errors, return its last lines."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         pattern = r"(\[rank\d+\]: *)*([\w.]*(Error|Exception)\b|[\w.]+: error: )"
         errors = [line for line in lines if re.match(pattern, line) and "ChildFail" not in line]
@@ -169,7 +171,11 @@ class Bench:
         return job
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
-        """Start a training run of a script in SCRIPTS, or of a command with the same flags."""
+        """Start a training run; return its Job.
+
+        `script` is a name in SCRIPTS, or a command that accepts the flags of chapter 01. `run` is
+        the name of the earlier job whose run the script continues, or None for a new run.
+        """
         command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
@@ -201,10 +207,11 @@ class Bench:
             time.sleep(0.02)
 
     def judged(self, goals, reason=""):
-        """Return the row of the check, which passes if each number is within its goal.
+        """Return the verdict on the check: the entries `passed` and `reason` of its row.
 
-        `goals` maps the name of a number to its goal: (lowest, highest). Raise Skip if no goal is
-        missed, but a number has not been measured.
+        `goals` maps the name of a number to its goal: (lowest, highest). The check passes if each
+        of these numbers is within its goal. Raise Skip if no goal is missed, but a number has not
+        been measured. Append the text `reason` to the reason of the verdict.
         """
         missed = [
             f"{name} is {self.numbers[name]:.4g}, not within {low:g} and {high:g}"
@@ -221,12 +228,12 @@ class Bench:
 
 
 def difference(job, reference):
-    """Return the largest difference between the losses of two runs in the same step."""
+    """Return the largest difference between two runs' losses in the same step."""
     return largest_difference({run.name: read_metrics(run.run_dir) for run in (job, reference)})
 
 
 def follow(bench, chapter, flags, runs):
-    """Compare the losses of runs with the losses of a chapter in fp32 on the CPU.
+    """Train `runs`, and compare their losses with a chapter's losses in fp32 on the CPU.
 
     `flags` holds the flags that all runs share. `runs` maps the name of each run to its script, its
     additional flags and its number of ranks. Record the largest difference of each run as a number
@@ -243,19 +250,19 @@ def follow(bench, chapter, flags, runs):
 
 
 def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, split=""):
-    """Compare a chapter's losses on devices with its fp32 losses on the CPU.
+    """Compare a chapter's losses on the check's devices with its fp32 losses on the CPU.
 
     Without `split`, run the chapter on one device and on all devices, but chapter 01 on only one.
-    `own_flags` holds flags of the runs on devices, and `model` holds flags of all runs. `family`
-    names a model family of transformers, perhaps with settings, and makes all runs train a small
-    model of this family. `split` is a flag that splits each layer, each sequence or the model among
-    up to four devices; with this flag, there is no run on one device. `within` is the range of
-    allowed differences.
+    `own_flags` holds flags of the runs on the check's devices, and `model` holds flags of all runs.
+    `family` names a model family of transformers, perhaps with settings, and makes all runs train a
+    small model of this family. `split` holds flags whose last flag splits the model or each
+    sequence, and takes a number of devices: 2 or 4. With `split`, there is no run on one device.
+    `within` is the range of allowed differences.
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
-        # Use at most 4 ranks, because the tiny model has too few heads for more ranks, and use a
-        # divisor of the number of devices.
+        # Use a divisor of the number of devices, and at most 4 ranks, because the small models have
+        # too few heads or layers for more ranks.
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
         raise Skip("needs an even number of GPUs")
@@ -274,7 +281,8 @@ def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, s
 def framework(bench, name, settings=""):
     """Compare a framework's losses in fp32 and bf16 with chapter 01's losses in fp32 on the CPU.
 
-    `settings` holds the planner's flags that choose the framework's configuration.
+    `settings` holds the planner's flags that choose the framework's configuration. If it is empty,
+    the framework gets no configuration file.
     """
     needed = "accelerate" if name == "trainer" else name
     if not importlib.util.find_spec(needed):
@@ -335,7 +343,7 @@ def restarts(bench):
 
 
 def forbid_waits():
-    """Run the script in sys.argv, and raise an error if the script makes the host wait for the GPU.
+    """Run the script that sys.argv names; raise an error if it makes the host wait for the GPU.
 
     Allow waits in the first step, and after step NUM_FORBIDDEN.
     """
@@ -367,8 +375,9 @@ def no_sync(bench, *launcher):
 def memory(bench, chapter, flags=""):
     """Compare a chapter's peak memory on one GPU with the peak that the planner predicts."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
-    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. A rank of
-    # either chapter holds exactly one copy of all gradients when its memory reaches the peak.
+    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. In chapter
+    # 01 as in this plan, a process holds exactly one copy of all gradients when its memory reaches
+    # the peak.
     plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
     plans["lora"] = f"05 {EIGHT} --lora-rank 16"
     plan = plans.get(chapter, f"{chapter} {EIGHT}")
@@ -388,12 +397,15 @@ def memory(bench, chapter, flags=""):
 
 
 def under_watched(bench):
-    """Return a command that starts watched.py; the caller appends the script to watch."""
+    """Return the beginning of a command that starts watched.py; the caller appends a script."""
     return [harness.ROOT / "diagnosing-errors/watched.py", "--into", bench.folder / "train/run"]
 
 
 def watched(bench):
-    """Check that watched.py records its latest four checks, and makes no step wait for the GPU."""
+    """Check that watched.py records its latest four checks of the weights.
+
+    Also check that after the first step, no step makes the host wait for the GPU.
+    """
     no_sync(bench, *under_watched(bench))
     beat = json.loads((bench.folder / "train/run/ranks/00000.json").read_text())
     bench.numbers |= {"step": beat["step"], "looks": len(beat["checks"])}
@@ -426,7 +438,7 @@ def preflight(bench):
 
 
 def speed_flags(bench, ranks=1, model=LARGE):
-    """Return the flags that all checks of speed have in common."""
+    """Return flags to measure how fast `ranks` ranks train `model`, or `tiny` on a CPU."""
     length, batch, micro = (4096, 8, bench.session.micro) if bench.device == "cuda" else (64, 4, 2)
     flags = f"{bench.model(model)} -s {length} -b {micro}"
     flags += f" --precision {harness.fast_precision()}"
@@ -434,7 +446,10 @@ def speed_flags(bench, ranks=1, model=LARGE):
 
 
 def speed_bare(bench):
-    """Measure the tokens per second of a loop that only trains, to compare the chapters with it."""
+    """Measure the tokens per second of a loop that only trains, eager and compiled.
+
+    Later checks divide their own speed by this speed.
+    """
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
         # Leave out two rows: the row of step 1, which has no speed, and the row of step WINDOW,
@@ -458,7 +473,8 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
 
     `how` is "eager" or "compiled". With `mixture`, the script trains a mixture of experts in place
     of LARGE, and with `wide`, it trains WIDE. `beside` names one more earlier check to compare the
-    speed with. `goals` maps the name of a number to its lowest and its highest allowed value.
+    speed with. `goals` maps the name of a number to its lowest and its highest allowed value on a
+    GPU; on a CPU, there are no goals.
     """
     ranks = 1 if script in ("01", "trainer") else bench.count
     if script == "trainer" and not importlib.util.find_spec("accelerate"):
@@ -489,8 +505,9 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
 def ratios(rows, tokens_per_second, how):
     """Return the ratios of a rank's speed to the speeds that three earlier checks have measured.
 
-    Leave out the ratio to a check that has not run. `rows` maps the names of earlier checks to
-    their rows, and `how` is "eager" or "compiled".
+    Leave out the ratio to a check that has measured no speed. `tokens_per_second` is the speed of
+    the rank. `rows` maps the names of earlier checks to their rows, and `how` is "eager" or
+    "compiled".
     """
     numbers = {}
     for name in ("preflight", "speed-trainer", "speed-bare"):
@@ -585,7 +602,7 @@ CHECKS = TOGETHER | ALONE
 # Checks whose names start with these words have no result on a CPU, because there the host never
 # waits for a device, and the peak memory of the process includes more than tensors.
 GPU_ONLY = ("no-sync", "memory")
-# Skip checks whose names start with these words on a GPU that cannot multiply in float8.
+# On a GPU that cannot multiply in float8, skip the checks whose names start with these words.
 IN_FLOAT8_ONLY = ("float8", "speed-float8")
 
 
@@ -593,9 +610,12 @@ IN_FLOAT8_ONLY = ("float8", "speed-float8")
 
 
 def describe_gpus(device):
-    """Return facts about the first GPU, the number of GPUs, and the versions of CUDA and NCCL."""
+    """Return facts about the first GPU, the number of GPUs, and the versions of CUDA and NCCL.
+
+    If `device` is "cpu", return invented facts instead: two devices of 16 GiB.
+    """
     if device == "cpu":
-        # Report two devices, so that the checks run two ranks.
+        # Report two devices, so that checks can run two ranks.
         return {"gpus": [{"name": "cpu", "memory.total": "16384"}], "count": 2}
     # Ask nvidia-smi about the GPU, because torch might allocate memory on it, and preflight.py
     # reports a GPU whose memory is in use.
@@ -609,7 +629,7 @@ def describe_gpus(device):
 class Session:
     """Run checks, and hold the state that all checks share.
 
-    This state is the deadline, the folder, the rows of results, and facts about the machine.
+    This state includes the deadline, the folder, the rows of results, and facts about the machine.
     """
 
     def __init__(self, args, folder):

@@ -40,7 +40,7 @@ CASES = {
 }
 STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
-# The profiler gives collectives names that begin with these words.
+# In the profiler's events, the name of a collective begins with one of these words.
 GLOO = ("c10d::", "_c10d_functional::", "gloo:")
 
 
@@ -95,16 +95,15 @@ def allocations(profiler):
 
 
 def unseen_releases(events):
-    """Return the indexes of the allocations in `events` whose release the profiler did not see.
+    """Return the indexes in `events` of collectives' allocations whose release was not seen.
 
-    A thread of Gloo may release the buffers that a collective allocates for itself, and the
-    profiler does not see these releases. rises() leaves out these buffers, because all similar
-    buffers whose release the profiler does see are released as soon as a collective has filled
-    them.
+    A collective allocates buffers for itself. A thread of Gloo may release them, and the profiler
+    does not see these releases. rises() leaves out such buffers, because they exist only briefly:
+    if the profiler sees the release of such a buffer, the collective has just filled the buffer.
     """
     unseen, own = set(), {}
     for number, (address, size, names) in enumerate(events):
-        # If the same address is allocated again, the profiler has missed its release.
+        # If the same address is allocated again, the profiler has missed the release in between.
         if address in own and size > 0:
             unseen.add(own[address])
         own.pop(address, None)

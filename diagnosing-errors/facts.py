@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 HERE = os.uname().nodename
-# A rank writes a heartbeat every two seconds. A rank is silent if its latest heartbeat is at least
-# this number of seconds old, and its host has not been asked or does not answer.
+# A rank writes a heartbeat every two seconds. A rank is silent if it has not reported its end, its
+# latest heartbeat is at least this number of seconds old, and its host gives no answer.
 STALE = 10
-# This pattern matches the files of Python, of installed packages, and of watched.py and inject.py.
-# All other files are the user's code.
+# This pattern matches the paths of files that are not the user's code: the files of Python and of
+# installed packages, watched.py, and inject.py.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 
@@ -31,10 +31,11 @@ def reach_of(hosts_file):
     `hosts_file` is None or has no names, the result has only the host of this script.
     """
     text = hosts_file.read_text() if hosts_file else ""
-    # Each line may have a name, a comment, or both.
+    # Each line of the file may have a host's name, a comment, or both.
     names = re.findall(r"^\s*([^\s#]+)", text, re.M) or [HERE]
     reach = {name: ["ssh", "-oBatchMode=yes", name] for name in names}
-    # Compare host names without their domains, because either name may lack its domain.
+    # Compare host names without their domains, because a name may lack its domain in the file or in
+    # HERE.
     reach |= {name: [] for name in names if name.split(".")[0] == HERE.split(".")[0]}
     return reach
 
@@ -75,7 +76,7 @@ def gather(run, reach):
 
 
 def request_dumps(run):
-    """Ask all ranks for dumps, and wait up to four seconds until the dumps are there.
+    """Ask all ranks for dumps; wait up to four seconds for the dumps of the running ranks.
 
     Return the time of the request by the file system's clock. If this script cannot write the
     request, return the time by this host's clock.
@@ -99,7 +100,8 @@ def request_dumps(run):
 def read_ranks(run, now):
     """Map each rank of the run's latest start to the result of read_rank() for this rank.
 
-    `now` is the time of the request by the file system's clock, because the clocks of hosts differ.
+    `now` is the result of request_dumps(): a time by the file system's clock, because the clocks of
+    hosts differ.
     """
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
@@ -110,7 +112,7 @@ def read_ranks(run, now):
 
 
 def read_rank(path, now):
-    """Return the content of a rank's files, or None if its heartbeat is damaged.
+    """Return the content of a rank's files, or None if the heartbeat in the file `path` is damaged.
 
     In the result, `age` is the number of seconds from the rank's last heartbeat to the time `now`,
     and `runs` is the number of seconds from the rank's start to this time.
@@ -162,7 +164,7 @@ class Rank:
         # The state is one of the words alive, stopped, finished, failed, gone and silent.
         self.state = state_of(files, host)
         self.lives = self.state in ("alive", "stopped")
-        # This is the number of seconds since the rank last changed its step or its phase.
+        # `quiet` is the number of seconds since the rank last changed its step or its phase.
         self.quiet = self.time - self.since + self.age
         step = f"step {self.step}"
         self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
@@ -171,8 +173,8 @@ class Rank:
         self.calls = defaultdict(dict)
         dump = files["dump"] if self.end != "finished" else {}
         for call in dump.get("collectives", []):
-            # Leave out patient calls: their timeout is so long that a rank may wait in them for
-            # days without a fault.
+            # Leave out patient calls: their timeout is longer than a day, because a rank may wait
+            # in them for hours without a fault.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
         # Each frame of the main thread has a file, a line and a function; the outermost frame is
@@ -200,9 +202,10 @@ def state_of(files, host):
 
 
 def location_of(frames):
-    """Return the innermost of the frames that is in the user's code, as text.
+    """Describe, as a text, the innermost frame that is in the user's code.
 
     The text has the file, the line and the function, and also the code if this host has the file.
+    If no frame is in the user's code, return "an unknown line".
     """
     own = [frame for frame in frames if not FOREIGN.search(frame[0])]
     if not own:

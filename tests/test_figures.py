@@ -8,7 +8,7 @@ from conftest import ROOT
 
 @pytest.fixture(scope="module")
 def page(browser):
-    """Open a page that has the pictures of chapters 04 and 07, with the moving figures below."""
+    """Open a page with pictures of chapters 04 and 07, and a moving figure below each picture."""
     images = '<p><img src="04-holds-light.svg"></p><p><img src="07-1f1b-light.svg"></p>'
     script = (ROOT / "tools/maintain/site/static/figures.js").read_text()
     page = browser.new_page()

@@ -25,7 +25,7 @@ def script(load, one_rank_group):
 
 
 def prepare(script, *words):
-    """Build and shard the model that a command line asks for.
+    """Build and shard the model that the flags `words` ask for.
 
     Return the arguments, the model, the optimizer and the training samples.
     """
@@ -72,7 +72,7 @@ def test_muon_gets_matrices_and_experts_but_no_convolution(load, models, family,
 
 # ---- from shards to matrices -----------------------------------------------------------------
 def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
-    """Run orthogonalize_split() as each of `num_ranks` ranks; return the joined matrices."""
+    """Run orthogonalize_split() as each of `num_ranks` ranks; join and return the results."""
     sent = []
 
     def all_to_all_single(received, parts, group, async_op):
@@ -106,9 +106,10 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
 
 
 def distance(script, monkeypatch, num_matrices, shape, num_ranks):
-    """Orthogonalize matrices on `num_ranks` ranks and on one rank; return the largest difference.
+    """Orthogonalize matrices on `num_ranks` ranks, and without ranks.
 
-    All `num_matrices` matrices are random, and have the shape `shape`.
+    Return the largest difference between the results. All `num_matrices` matrices are random, and
+    have the shape `shape`.
     """
     torch.manual_seed(0)
     matrices = torch.randn(num_matrices, *shape)
@@ -125,12 +126,12 @@ def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matr
         assert distance(load("muon"), monkeypatch, num_matrices, shape, num_ranks) < 1e-5
 
 
-# If this line replaces a line of the script, a rank receives in the same buffer twice.
+# In the script's exchange(), this line lets a rank receive twice in the same buffer.
 REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.contiguous()))"
 
 
 def test_reused_buffer_is_wrong_with_one_matrix_per_rank(monkeypatch, tmp_path):
-    """Let the two all-to-alls of an update receive in one buffer.
+    """Let the two all-to-alls of an update receive in the same buffer.
 
     With one matrix per rank, the second all-to-all also sends from this buffer, so the result is
     wrong.
@@ -144,7 +145,7 @@ def test_reused_buffer_is_wrong_with_one_matrix_per_rank(monkeypatch, tmp_path):
 
 
 def test_wrong_order_is_found_with_two_matrices_per_rank(monkeypatch, tmp_path):
-    """Swap the axes of ranks and matrices, which is right only if each rank has one matrix."""
+    """Swap the axes of ranks and matrices; the result is right only with one matrix per rank."""
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     new = "received.unflatten(0, (-1, num_ranks))"
     script = harness.load(change_file(SCRIPTS["muon"], old, new, tmp_path / "train_llm.py"))
@@ -179,7 +180,10 @@ class Both:
 
 
 def test_losses_are_those_of_torch_muon(script, monkeypatch):
-    """Compare the losses of 20 steps; let torch.optim.Muon compute in fp32, as the script does."""
+    """Compare 20 losses of the script with 20 losses of torch.optim.Muon.
+
+    Let torch.optim.Muon compute in fp32, as the script does.
+    """
     losses = train(script, 20, *prepare(script, *SMALL))
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     args, model, _, train_set = prepare(script, *SMALL)
@@ -189,7 +193,7 @@ def test_losses_are_those_of_torch_muon(script, monkeypatch):
 
 
 def test_bad_gradient_changes_no_weight_and_no_momentum(script, monkeypatch):
-    """Check that after a bad gradient, even a finite gradient changes no tensor."""
+    """Check that neither a gradient of NaN nor the finite gradient after it changes a tensor."""
     args, model, optimizer, train_set = prepare(script, *SMALL)
     train(script, 2, args, model, optimizer, train_set)
     before = [local(tensor).clone() for tensor in tensors_of(model, optimizer)]
@@ -209,7 +213,7 @@ def local(tensor):
 
 
 def test_matrix_of_a_layer_has_one_moment(script):
-    """Check that Muon keeps one tensor for a matrix of a layer, and AdamW three for the head."""
+    """Check that Muon keeps one tensor for a matrix of a layer; AdamW keeps three for the head."""
     _, model, optimizer, _ = prepare(script, *SMALL)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}

@@ -18,7 +18,7 @@ COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 
 @pytest.mark.parametrize("name", ["tiny", "gemma3", *map(exhaustive, ("gpt2", "qwen3"))])
 def test_step_reads_no_value_from_the_device(load, models, name):
-    """Check that a step reads no number from a tensor, because the host would wait for a GPU."""
+    """Check that a step reads no number from a tensor: on a GPU, each read makes the host wait."""
     name = name if name == "tiny" else str(models / name)
     events, _ = events_of_steps(load("01"), "--model-name", name, "--global-batch-size", 4)
     assert "aten::mm" in events, "the profiler has recorded no step"
@@ -29,7 +29,7 @@ def test_step_reads_no_value_from_the_device(load, models, name):
 def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
     load, one_rank_group, chapter, precision, further
 ):
-    """Count the all-reduces: one for each bucket and, in fp16, one for the flag of a fatal step."""
+    """Count a step's all-reduces: one per bucket and, in fp16, one for the flag of a fatal step."""
     words = ["--global-batch-size", 8, "--precision", precision]
     events, ddp = events_of_steps(load(chapter), *words)
     num_buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))

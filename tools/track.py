@@ -35,7 +35,7 @@ def values_of(row):
 
 
 class TensorBoard:
-    """Write the event files of a run to the run's folder."""
+    """Write a run's metrics to event files in its folder; first delete the old event files."""
 
     def __init__(self, run):
         from torch.utils.tensorboard import SummaryWriter
@@ -62,7 +62,7 @@ class Wandb:
         import wandb
 
         options = {"id": id_of(run, "wandb"), "name": run.name, "dir": run, "resume": "allow"}
-        # Create a separate wandb run, because several runs may be open at the same time.
+        # Leave other wandb runs open, because this tool may send several runs at the same time.
         self.wandb_run = wandb.init(**options, reinit="create_new")
         # Use the step in each row as the x-axis, because wandb's own step number cannot go back.
         self.wandb_run.define_metric("*", step_metric="step")
@@ -108,7 +108,7 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
 
 
 class Tracked:
-    """Keep a run, and the rows that its tracker has already received."""
+    """Hold a run, its tracker, and the rows that the tracker has already received."""
 
     def __init__(self, run, tracker):
         # Read the metrics first, so that a missing run stops the tool before it creates a tracker.
@@ -127,7 +127,10 @@ class Tracked:
 
 
 def follow(tracked):
-    """Send new rows every two seconds; after Ctrl-C, finish the current rows, and return."""
+    """Send new rows of all runs every two seconds, until Ctrl-C.
+
+    After Ctrl-C, finish sending the rows of the current round, and return.
+    """
     # Use a SimpleQueue, because a signal handler can safely call put() of this queue at any moment.
     ends = queue.SimpleQueue()
 

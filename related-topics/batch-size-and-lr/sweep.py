@@ -30,7 +30,7 @@ RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}
 
 
 def train(samples, batch, lr, seed):
-    """Return the validation loss after a run of chapter 01, or None if the run diverged."""
+    """Train like chapter 01; return the final validation loss, or None if the run diverged."""
     chapter, steps = load("01"), samples // batch
     settings = f"""--device cpu --precision fp32 --seq-length 64 --batch-size 64
         --global-batch-size {batch} --num-steps {steps} --warmup-steps {max(1, steps // 10)}
@@ -73,7 +73,7 @@ def losses_of(rows):
 
 
 def scaled(losses):
-    """Scale the best rate of the smallest batch by each rule to every batch size.
+    """Scale the best rate of the smallest batch size to every batch size, by each rule.
 
     Return the scaled rates by rule and batch size.
     """
@@ -88,7 +88,7 @@ def scaled(losses):
 def batch_sizes(args, folder):
     """Train with each batch size at each rate and at the rules' rates; yield a row for each run.
 
-    At the end, print the losses of each rule.
+    After all runs, print the mean loss at each rate of each rule, and only then yield the rows.
     """
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:

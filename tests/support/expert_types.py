@@ -10,7 +10,7 @@ from recorded import load
 
 
 def main():
-    """Compute the loss of one batch, and write the experts' types to a JSON file.
+    """Compute the loss of one batch, and write the dtypes that the experts use to a JSON file.
 
     The file has a list of the dtypes of the products of tokens and expert weights.
     """

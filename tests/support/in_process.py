@@ -9,7 +9,7 @@ from torch.profiler import profile
 from conftest import prepare_training
 
 FLAGS = "--device cpu --precision bf16 --seq-length 16 --eval-samples 5 --batch-size 2".split()
-# These operations make the host wait for a GPU.
+# If a tensor is on a GPU, these operations make the host wait for the GPU.
 SYNC_OPS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
 
 
@@ -20,11 +20,11 @@ class Captured(io.StringIO):
         return 2
 
     def reconfigure(self, **_):
-        """Do nothing, because a stream in memory has no buffer."""
+        """Do nothing, because a stream in memory needs no line buffering."""
 
 
 def tensors_of(model, optimizer):
-    """Return all tensors that training changes: weights, buffers, and the optimizer's state."""
+    """Return all tensors that training may change: weights, buffers, and the optimizer's state."""
     moments = [state[name] for state in optimizer.state.values() for name in sorted(state)]
     return [*model.state_dict().values(), *moments]
 
@@ -54,7 +54,7 @@ def in_optimizer(event):
     """Return whether AdamW's kernel caused this event.
 
     On a CPU, the kernel reads AdamW's step counters with operations of SYNC_OPS. On a GPU, the
-    kernel does not read the counters.
+    kernel reads the counters in GPU memory, so the host does not wait.
     """
     while event and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent

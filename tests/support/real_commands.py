@@ -23,7 +23,10 @@ class RealCommand:
 
     @property
     def gpu(self):
-        """Return the GPU's name for the planner; the guide uses fp16 only on GPUs without bf16."""
+        """Return the name of the command's GPU in the planner.
+
+        The guide uses fp16 only on GPUs without bf16, such as the T4.
+        """
         # The first lines of this file of arguments name GPUs of 141 GB, which are H200s.
         if "@09-expert-parallel/configs/qwen3-30b-a3b.args" in self.arguments:
             return "H200-141GB"
@@ -31,7 +34,10 @@ class RealCommand:
 
 
 def real_commands():
-    """Return the guide's commands for GPUs, but leave out the frameworks, which have no dry run."""
+    """Return the guide's commands for GPUs.
+
+    Leave out the commands of the frameworks' scripts, because these scripts have no dry run.
+    """
     found = [*from_docstrings(), *from_pages(), *from_argument_files()]
     others = {str(SCRIPTS[name].relative_to(ROOT)) for name in FRAMEWORKS}
     return [command for command in found if command.script not in others]
@@ -66,7 +72,7 @@ def from_argument_files():
 
 
 def commands_in(name, text):
-    """Yield the commands in a text that start a chapter's script."""
+    """Yield the commands in a text that start a training script."""
     for variable, value in re.findall(r'^(\w+)="(.*)"$', text, re.MULTILINE):
         text = text.replace(f"${variable}", value)
     # The model of an earlier run does not exist here, so drop the flag and the path that name this
@@ -78,7 +84,11 @@ def commands_in(name, text):
 
 
 def gpus_of(text):
-    """Return the number of GPUs that the commands in a text use; each node has eight GPUs."""
+    """Return the number of GPUs that the commands in a text use.
+
+    With --nodes, each node has eight GPUs. Without --nodes, torchrun uses eight, and a plain
+    command uses one.
+    """
     if nodes := re.search(r"--nodes (\d+)", text):
         return 8 * int(nodes[1])
     return 8 if "torchrun" in text else 1

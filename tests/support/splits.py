@@ -70,9 +70,9 @@ def gradients_of(model):
 
 
 def differences(gradients, split_gradients):
-    """Compare the gradient of each weight with the gradient in the split model.
+    """Compare each weight's gradients in the unsplit model and in the split model.
 
-    Return, by weight, the norm of the difference, divided by the norm of the gradient.
+    Return, by weight, the norm of the difference, divided by the norm in the unsplit model.
     """
     assert gradients.keys() == split_gradients.keys()
     norms = {name: gradient.norm() for name, gradient in gradients.items()}
@@ -85,10 +85,10 @@ def differences(gradients, split_gradients):
 
 
 def main():
-    """Train each family with and without splitting the model; let rank 0 write the results.
+    """Train a model of each family with and without splitting it; let rank 0 write the results.
 
     The results are the losses, the gradient norms, and the differences between the gradients. If
-    the chapter refuses to split a family, rank 0 writes the reason instead.
+    the split model of a family cannot train, rank 0 writes the reason instead.
     """
     cases, result, script, *flags = sys.argv[1:]
     chapter, results = load(script), {}

@@ -56,7 +56,7 @@ def layout_of(args, chapter, words, layout_words):
 
 
 def last_of_each(words):
-    """Return `words` without the values that a later value of the same flag overrides."""
+    """Return the arguments in `words`, but keep each flag only once, with its last value."""
     flags = {}
     for word in words:
         if re.match("--?[a-z]", word):

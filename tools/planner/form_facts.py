@@ -24,7 +24,7 @@ from setting import ExpertShape, UnsupportedModelError
 from training_step import ROOT, SCRIPTS, active_numbers, check_split, newest_chapter, stages_of
 
 FACTS = ROOT / "tools/planner/form.json"
-# MODELS has the arguments of the command that trains each model.
+# MODELS maps the name of each model to the arguments of its training command.
 CONFIGS = "05-large-model/configs"
 MODELS = {
     "Llama 3.2 1B": f"@{CONFIGS}/llama-3.2-1b.args",
@@ -48,10 +48,10 @@ class MomentRecorder(activations.Recorder):
 
 
 def settings_of(base):
-    """Yield a setting for each combination of chapter, recomputation and split that the form plans.
+    """Yield settings for each combination of chapter, recomputation and split that the form plans.
 
-    The sizes of a setting's tensors depend only on this combination, the micro-batch and the
-    sequence length.
+    For a given model, the sizes of a setting's tensors depend only on this combination, the
+    micro-batch and the sequence length.
     """
     for chapter in ("02", "04"):
         yield base.changed(chapter=chapter, recompute="none")
@@ -63,8 +63,8 @@ def settings_of(base):
     for recompute, split in itertools.product(("none", "selective", "full"), splits):
         setting = base.changed(recompute=recompute, **split)
         yield setting
-        # Trace a micro-batch of one sample, too, because torch then copies fewer tensors in a
-        # tensor-parallel group.
+        # Trace a micro-batch of one sample, too, because for one sample, torch copies fewer tensors
+        # in a tensor-parallel group.
         if setting.tensor_parallel_size > 1:
             yield setting.changed(micro_batch_size=1)
 
@@ -72,7 +72,8 @@ def settings_of(base):
 def coefficients(points, sizes):
     """Return a, b and c of the bytes a + bL + cSL, for each kind of tensor in KINDS.
 
-    Each of `points` is a pair: S samples of L tokens. `sizes` has the bytes by kind at each point.
+    Each of `points` is a pair (S, L), for S samples of L tokens. `sizes` has the bytes by kind at
+    each point.
     """
     rows = [[1, length, samples * length] for samples, length in points]
     table = [[size[kind] for kind in KINDS] for size in sizes]
@@ -86,8 +87,9 @@ def coefficients(points, sizes):
 def segments_of(setting):
     """Return a list for each segment of a step: name, start, and moments that may be the peak.
 
-    The start and the moments are coefficients of the bytes by kind. The segment "head in chunks"
-    replaces the segment "head" if chapter 05 computes the loss in several chunks.
+    The start and the moments are coefficients of the bytes by kind. In chapter 05, there is one
+    more segment, "head in chunks", which the form uses in place of "head" if the chapter computes
+    the loss in several chunks.
     """
     if setting.chapter == "05":
         check_split(setting, setting.model)
@@ -113,7 +115,7 @@ def segments_of(setting):
 
 
 def traced(setting, samples, length, chunk_size):
-    """Return the segments of a step by name, with `samples` samples of `length` tokens.
+    """Trace a step with `samples` samples of `length` tokens; return its segments by name.
 
     The loss is computed in chunks of `chunk_size` tokens.
     """
@@ -128,10 +130,9 @@ def traced(setting, samples, length, chunk_size):
 
 
 def fullest(rows, samples):
-    """Return the rows of coefficients that may have the most bytes of all rows.
+    """Return the rows of coefficients that give the most bytes for some size of the micro-batch.
 
-    Compare the rows for `samples` samples and for eight times this number, each with lengths from
-    1024 to 131072 tokens.
+    Try `samples` samples and eight times this number, each with lengths from 1024 to 131072 tokens.
     """
     found = []
     for count, power in itertools.product({samples, 8 * samples}, range(10, 18)):
@@ -142,10 +143,10 @@ def fullest(rows, samples):
 
 
 def shapes_of(base, tensor):
-    """Return the shapes of the weights in a layer and in the root, split across `tensor` ranks.
+    """Return four lists with the shapes of weights that are split across `tensor` ranks.
 
-    Also return the shapes in the root of the first and of the last stage of a pipeline. The root
-    has the weights outside of the layers.
+    The lists are for a layer, for the root, and for the root in the first and in the last of two
+    pipeline stages. The root has the weights outside of the layers.
     """
     alone = base.changed(tensor_parallel_size=tensor)
     [model], (first, last) = stages_of(alone), stages_of(alone.changed(pipeline_parallel_size=2))
@@ -159,7 +160,10 @@ def row_of(shape):
 
 
 def base_of(words):
-    """Return the setting of a training command in chapter 05 on a single rank."""
+    """Return the setting of a training command in chapter 05.
+
+    The setting splits neither the model nor a sequence, and a micro-batch has two samples.
+    """
     setting = setting_from(f"{words} --layouts")
     return setting.changed(device="cuda", cpu_offload=False, micro_batch_size=2)
 

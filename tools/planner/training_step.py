@@ -28,8 +28,8 @@ from transformers.integrations import moe
 
 from setting import ExpertShape, Model, UnsupportedModelError
 
-# On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
-# loop.
+# On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so make transformers
+# compute experts in a loop.
 moe._can_use_grouped_mm = lambda *_: False
 # Let autocast compute experts on the CPU in bf16, as the scripts of chapters 01 to 03 do.
 torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
@@ -61,7 +61,7 @@ def at_least(minimum):
 
 
 def refuse(message):
-    """Raise the chapter's message as an exception, because other chapters may accept the model."""
+    """Raise an exception with a chapter's message; the planner can then try other chapters."""
     raise UnsupportedModelError(message)
 
 
@@ -72,7 +72,8 @@ def refuse(message):
 def load_chapter(name):
     """Import a script by its short name: "05" is a chapter, and "lora" is fine-tuning/lora.
 
-    Replace functions that need files, masks in memory, or other ranks.
+    Return the module. Replace its functions that need the hub, the values of tensors, masks in
+    memory, or other ranks.
     """
     module = import_script(SCRIPTS.get(name, ROOT / f"fine-tuning/{name}/train_llm.py"))
     module.fail = fail
@@ -83,9 +84,9 @@ def load_chapter(name):
     # real random state needs almost no memory.
     if hasattr(module, "recompute"):
         module.recompute = functools.partial(module.recompute, preserve_rng_state=False)
-    # A GPU kernel needs no mask in memory, so the stored mask here is a single number.
+    # On a GPU, attention needs no mask in memory, so let a single number stand in for the mask.
     module.causal_lower_right = lambda *shape: torch.zeros(()).expand(shape)
-    # An all-to-all returns a tensor of the same size, so a local reshape replaces it.
+    # The result of an all-to-all is as large as its input, so replace it with a local reshape.
     module.all_to_all = lambda mesh, tensor: torch.cat(tensor.chunk(mesh.size(), 1), 2)
     return module
 
@@ -105,7 +106,7 @@ def import_script(path):
 
 
 def newest_chapter():
-    """Return the script of the newest chapter, which supports every kind of split."""
+    """Return the module of the newest chapter's script, which supports every kind of split."""
     return load_chapter(max(SCRIPTS))
 
 
@@ -130,8 +131,9 @@ def check_split(setting, model):
 def balanced(dispatch, wait=lambda: None):
     """Return a version of chapter 09's dispatch() for fake tensors, which have no values.
 
-    Assume that each rank sends the same number of tokens to each of the ranks that share experts.
-    Call `wait` where the host would wait for the device to count the tokens.
+    Assume that each rank sends an equal number of tokens to each of the ranks that spread the
+    experts; the first rank also gets the remainder. Call `wait` where the host would wait for the
+    device to count the tokens.
     """
 
     def dispatch_evenly(mesh, num_local_experts, run_experts, hidden, indices, weights):
@@ -155,7 +157,7 @@ def simulate_ranks():
 
 
 def mesh_of(ranks):
-    """Return a device mesh with one dimension, which holds the simulated ranks in `ranks`."""
+    """Return a device mesh with one dimension; the list `ranks` names its simulated ranks."""
     simulate_ranks()
     with unset_fake_temporarily():
         return DeviceMesh("cpu", ranks)
@@ -181,9 +183,9 @@ def parse_training_args(words, ranks, script=None):
 
 
 def load_config(args):
-    """Return the configuration of `--model-name` with the changes of `--config`, and its origin.
+    """Return the model's configuration, and a text that names its origin, such as a path.
 
-    The origin is a text, such as a path.
+    --model-name in `args` names the model, and --config changes the configuration.
     """
     # Call the function without its decorator, which would make ranks wait for each other.
     _, config = newest_chapter().build_tokenizer_and_config.__wrapped__(args)
@@ -192,7 +194,7 @@ def load_config(args):
 
 
 def tokenizer_of(name):
-    """Return the tokenizer of a model, or a stand-in if this machine has no copy of it."""
+    """Return the tokenizer of a model, or a stand-in if this machine lacks the tokenizer."""
     with contextlib.suppress(Exception):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
         # Ignore an empty tokenizer, which transformers makes from a folder without a tokenizer.
@@ -207,7 +209,7 @@ def tokenizer_of(name):
 
 
 def find_config(name):
-    """Return the configuration of a model and its source, without reading weights.
+    """Return a model's configuration, and a text that names its source; read no weights.
 
     The configurations under configs/ take precedence over a download from the hub, so that
     planning needs neither a network nor a login.
@@ -279,7 +281,10 @@ def local(tensor):
 
 
 def stages_of(setting):
-    """Return a Model for each rank of a pipeline, with one tensor-parallel rank's weights."""
+    """Return a list with a Model for each rank of a pipeline.
+
+    With tensor parallelism, a Model has the shapes of the weights of one tensor-parallel rank.
+    """
     model, ranks = setting.model, setting.pipeline_parallel_size
     if setting.tensor_parallel_size > 1:
         model = model_of(model.config, setting.tensor_parallel_size)
@@ -288,12 +293,12 @@ def stages_of(setting):
 
 @functools.cache
 def split_stages(model, model_name, ranks, num_stages):
-    """Return a Model for each of `ranks` ranks that spread the layers over `num_stages` stages."""
+    """Split a model into `num_stages` stages; return a Model for each of the `ranks` ranks."""
     if ranks == 1:
         return [model]
     args = SimpleNamespace(model_name=model_name, num_stages=num_stages)
     args.pipeline_parallel_size = ranks
-    # Check only the stages here; activations.py checks the splits of layers and sequences.
+    # Set the sizes of all other splits to 1, because only the stages matter here.
     args.tensor_parallel_size = args.context_parallel_size = args.expert_parallel_size = 1
     args.expert_balance_rate, args.expert_balance_loss, args.seq_length = 0.0, 0.0, 1
     chapter = newest_chapter()
@@ -306,11 +311,11 @@ def split_stages(model, model_name, ranks, num_stages):
 
 @functools.cache
 def active_numbers(model):
-    """Count the weights in the layers, but leave out the experts that a token does not use."""
+    """Count the elements of the layers' weights, without the experts that a token does not use."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
-            # Count only the experts that a token uses, in weights of the shape [experts, ...].
+            # In a weight of the shape [experts, ...], count only the experts that a token uses.
             is_stacked = "experts" in name.split(".") and weight.ndim > 1
             total += num_used * weight[0].numel() if is_stacked else weight.numel()
     return total
