@@ -256,7 +256,7 @@ def find_unreachable_hosts(facts, ranks):
 
 
 def unreachable_hosts(facts):
-    """Return the hosts that do not answer, each with its error."""
+    """Map each host that does not answer to its error."""
     hosts = facts["hosts"].items()
     return {host: answer["error"] for host, answer in hosts if "error" in answer}
 

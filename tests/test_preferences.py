@@ -197,7 +197,10 @@ RUN += ["--num-steps", 8, "--eval-every", 4, "--log-every", 1, "--warmup-steps",
 
 @pytest.mark.slow
 def test_stopped_run_reads_its_references_and_continues(tmp_path):
-    """Resume from step 4 on two ranks; references from the weights of step 4 would change losses."""
+    """Resume from step 4 on two ranks, with the references that were computed before step 1.
+
+    References from the weights of step 4 would change the losses.
+    """
     tokens = prepare_pairs(tmp_path, 100)
     args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]
     run_or_fail(1, [("preferences", [*args, "-e", "complete"])], tmp_path / "jobs1")

@@ -111,7 +111,7 @@ FILES = {
     "b.jsonl": (b"".join(LINES), TEXTS),
     "c.parquet": (parquet_of(ROWS), TEXTS),
     "d.txt": (b"one\n\n\ntwo\nlines\n\nthree\n", ["one", "two\nlines", "three"]),
-    # Each of the next three files joins several compressed files; each of these has one line.
+    # Each of the next three files joins several compressed files, one for each line.
     "e.jsonl.gz": (b"".join(map(gzip.compress, LINES)), TEXTS),
     "f.jsonl.xz": (b"".join(map(lzma.compress, LINES)), TEXTS),
     "g.jsonl.bz2": (b"".join(map(bz2.compress, LINES)), TEXTS),
@@ -169,8 +169,8 @@ def test_skipping_counts_bad_documents(tmp_path):
     assert "7 bad documents left out" in output
 
 
-# Each row has three lists of files in a folder: prepare.py must read the first files, leave out
-# the second files with a message, and leave out the third files silently.
+# Each row has three lists of files in a folder: files that prepare.py must read, files that it must
+# leave out with a message, and files that it must leave out silently.
 FOLDERS = [
     (["a.TXT", "b/b.txt"], ["b/d.pdf"], [".git/a.txt", "README.md", "b/License.txt", "o.tokens/a"]),
     (["train_history.txt", "cooking.txt", "test_driving.txt"], [], []),

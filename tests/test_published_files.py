@@ -36,8 +36,8 @@ FOLDERS = {
 # transformers saves each expert of these mixtures under a separate name.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
-# Besides chapter 01, these chapters train the model of each folder. If a folder is not listed, only
-# chapter 05 trains its model besides chapter 01, because chapter 05 reads the files itself.
+# Besides chapter 01, these chapters train the model of a folder. If a folder is not listed, it is
+# chapter 05 that trains the model besides chapter 01, because chapter 05 reads the files itself.
 CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 

@@ -56,7 +56,7 @@ class Instant:
 
 
 def gpu_functions(options, watch):
-    """Map names in torch.cuda that the script or torch uses to replacements for the fake GPU."""
+    """Map names in torch.cuda and torch.gpu that the script or torch uses to replacements."""
     name, capability = GPUS[options.gpu].name, GPUS[options.gpu].capability
     stream = Instant()
     values = {
