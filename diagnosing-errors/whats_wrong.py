@@ -459,9 +459,9 @@ def describe_excess(slowest, others):
 
 
 def late_shares(group, numbers):
-    """Return the wait that each rank of a group caused, as a share of the elapsed time.
+    """Return, for each rank of a group, the share of the time that other ranks waited for it.
 
-    Count only the collectives with the given sequence numbers.
+    Count only the collectives whose sequence numbers are in `numbers`.
     """
     durations = {}
     for rank, calls in group.items():

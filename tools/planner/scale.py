@@ -26,7 +26,7 @@ JOB_KEYS = "way fits gpu_needs host_needs checkpoint stop_seconds speed command"
 
 
 def setting_from(words):
-    """Return the setting of a command line of the planner."""
+    """Return the setting that a command line of the planner describes."""
     args = planner.parse_args(shlex.split(words))
     args.model = model_of(load_config(args)[0])
     return setting_of(args, args.chapter)
