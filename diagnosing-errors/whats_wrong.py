@@ -37,8 +37,8 @@ FULL_DISK_BYTES = 2**24
 # These phases may take minutes in a healthy run.
 LONG_PHASES = ("start", "compile", "evaluation", "checkpoint", "export")
 
-# The first pattern that an error matches decides the kind of the fault. The kind is None if the
-# error is only a consequence of a fault elsewhere.
+# Map each kind of error to a pattern. An error has the first kind whose pattern matches its text.
+# The kind None means that the error is only a consequence of a fault elsewhere.
 CLUES = {
     "not-finite": r"not finite",
     # In a run on CPUs, the device is the CPU, so an error of PyTorch's CPU allocator also means
@@ -46,7 +46,7 @@ CLUES = {
     "device-out-of-memory": r"out of memory|OutOfMemoryError|_ALLOC_FAILED|MemoryAllocation"
     r"|DefaultCPUAllocator: can't allocate",
     "too-many-open-files": r"[Tt]oo many open files|EMFILE",
-    # If the disk is full, torch.save() reports only that its position in the file is wrong.
+    # If the disk is full, torch.save() reports only an unexpected position in the file.
     "disk-full": r"No space left on device|[Dd]isk quota exceeded|ENOSPC|unexpected pos \d+ vs \d+",
     "host-memory-leak": r"Cannot allocate memory|\bMemoryError|bad_alloc",
     "mismatched-collective": r"Detected mismatch between collectives|op\.preamble\.length",
@@ -62,7 +62,7 @@ CLUES = {
 
 
 def parse_args():
-    """Parse and check the command line."""
+    """Parse and check the command line; return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("run", type=Path, help="the run's folder, as passed to watched.py --into")
@@ -92,7 +92,7 @@ def finding(kind, ranks, reason, sure="likely"):
 
 
 def diagnose(facts, ranks):
-    """Return the first finding as the verdict; its entry "also" lists the findings of other kinds.
+    """Return the verdict: the first finding, with a list of the findings of other kinds as "also".
 
     Each function that looks for a fault returns a finding, or None if it does not find the fault.
     """
@@ -102,8 +102,8 @@ def diagnose(facts, ranks):
         return finding("unknown", [], reason) | {"also": []}
     standstill = find_failure(ranks) or find_hang(ranks)
     candidates = [
-        # Check the disk first, because a rank that fails on a full disk may be unable to record its
-        # error.
+        # Put a full disk first, because a rank that fails on a full disk may be unable to record
+        # its error.
         find_full_disk(facts),
         standstill,
         find_unreachable_hosts(facts, ranks),
@@ -123,7 +123,7 @@ def diagnose(facts, ranks):
 
 
 def shorten(items):
-    """Join the first eight items with commas, and append the number of items that are left out."""
+    """Join the first eight items with commas; if there are more items, append their number."""
     more = f" and {len(items) - 8} more" if len(items) > 8 else ""
     return ", ".join(map(str, items[:8])) + more
 
@@ -149,11 +149,11 @@ def calls_by_group(ranks):
 
 # ---- a run that has ended ----------------------------------------------------------------------
 def cause_of(error):
-    """Return the kind of an error, and its text without the traceback.
+    """Return the kind of an error, and the error's text without the traceback.
 
-    The kind is None if the error is only a consequence of a fault elsewhere. NCCL reports the
-    reason at the end of a long text, and the report shows only the start of the text, so this
-    function moves the reason to the start.
+    The kind is None if the error is only a consequence of a fault elsewhere. NCCL writes the reason
+    at the end of a long text, and this script prints only the start of an error's text. So move
+    NCCL's reason to the start.
     """
     error_names = r"^[\w.]*(Error|Exception|Exit|Interrupt|OutOfMemory)\b"
     starts = [match.start() for match in re.finditer(error_names, error, re.M)]
@@ -174,7 +174,7 @@ def location_of_error(text):
 
 
 def find_failure(ranks):
-    """Explain why ranks have failed or vanished.
+    """Return a finding about why ranks have failed or vanished.
 
     Return None if no rank has failed or vanished, or if no cause is known yet.
     """
@@ -188,8 +188,8 @@ def find_failure(ranks):
     if not failed and (aborted or not vanished):
         return explain_victims(ranks, aborted or [rank for rank in ranks if rank.error])
     # A failed rank writes its last heartbeat when it fails, but a vanished rank may have ended up
-    # to two seconds after its last heartbeat. To make up for this difference, add three seconds to
-    # the age of each rank that reported an error or a crash.
+    # to two seconds after its last heartbeat. So add three seconds to the age of each rank with an
+    # error. Add them for a rank with a crash, too, because this rank has left a reason.
     age = {rank: rank.age + 3 * bool(rank.error or rank.crash) for rank in failed + vanished}
     first = max(age, key=age.get)
     if first.error:
@@ -198,9 +198,10 @@ def find_failure(ranks):
 
 
 def explain_error(ranks, first, failed):
-    """Report the error of the rank `first`, and all ranks in `failed` with the same kind of error.
+    """Report the error of the rank `first`, and the ranks in `failed` with an error of this kind.
 
-    For the kind `crash`, report only the ranks whose errors also have the same text.
+    For the kind `crash`, report only the ranks whose errors also have the same text. For the kind
+    `not-finite`, return the finding of find_nonfinite(), if there is one.
     """
     kind, text = cause_of(first.error)
     # If a gradient is not finite, all ranks stop, but their checks show which rank caused the stop.
@@ -214,9 +215,10 @@ def explain_error(ranks, first, failed):
 
 
 def explain_victims(ranks, victims):
-    """Report the fault elsewhere that has made the ranks in `victims` fail.
+    """Report the fault that made the ranks in `victims` fail, although their errors do not show it.
 
-    Return None if `victims` is empty, or if a rank may still report the cause.
+    Return None if `victims` is empty. Also return None if the recorded collectives show no fault,
+    and a rank may still report the cause.
     """
     recorded = [rank for rank in ranks if rank.calls and victims]
     hang = explain_hang(recorded)
@@ -233,7 +235,7 @@ def explain_victims(ranks, victims):
 
 
 def explain_vanished(vanished):
-    """Explain why ranks ended without reporting an error."""
+    """Report why ranks ended without a Python error: they crashed in C code, or were killed."""
     heartbeat = f"last heartbeat in {vanished[0].position}"
     if crashed := [rank for rank in vanished if rank.crash]:
         error, _, stacks = crashed[0].crash.partition("\n")
@@ -254,22 +256,23 @@ def find_unreachable_hosts(facts, ranks):
 
 
 def unreachable_hosts(facts):
-    """Return the hosts that do not answer, each with its error."""
+    """Map each host that does not answer to its error."""
     hosts = facts["hosts"].items()
     return {host: answer["error"] for host, answer in hosts if "error" in answer}
 
 
 # ---- a run that stands still -------------------------------------------------------------------
 def stall_limit(ranks):
-    """Return the seconds that a rank may stay in a phase before the rank counts as hung."""
+    """Return the seconds that a rank may spend in one phase of a step before it is stalled."""
     return max(10, 5 * (ranks[0].step_seconds or 9))
 
 
 def may_take_minutes(ranks):
     """Return whether a run that makes no progress for minutes may be healthy.
 
-    This is so if a rank compiles, or if all ranks are in the same phase of LONG_PHASES, and at
-    least one rank uses its CPU or has entered the phase in the last minute.
+    The run may be healthy if a rank compiles. Otherwise, all ranks must be in the same phase of
+    LONG_PHASES, and at least one rank must use its CPU or have entered the phase in the last
+    minute.
     """
     phases = {rank.phase for rank in ranks}
     is_active = any(rank.cpu > 0.05 or rank.quiet < 60 for rank in ranks)
@@ -278,7 +281,7 @@ def may_take_minutes(ranks):
 
 
 def find_hang(ranks):
-    """Explain why the run makes no progress; return None if the run is not stalled."""
+    """Report why the run is stalled; return None if it is not stalled, or if no reason shows."""
     if stopped := [rank for rank in ranks if rank.state == "stopped"]:
         first = stopped[0]
         reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
@@ -295,7 +298,7 @@ def find_hang(ranks):
 
 
 def explain_hang(ranks):
-    """Explain why the ranks of a stalled run wait."""
+    """Report why the ranks of a stalled run wait; return None if no reason shows."""
     for group in calls_by_group(ranks):
         if mismatch := find_mismatch(group):
             return mismatch
@@ -320,8 +323,8 @@ def late_ranks(ranks):
         is_pending = any(calls[front]["pending"] for calls in group.values() if front in calls)
         if is_pending and min(latest.values()) < front:
             return [rank for rank in group if latest[rank] < front]
-    # The recorded collectives show no late rank, so use the phases: a rank is late if it does not
-    # wait in a collective while other ranks do.
+    # The recorded collectives show no late rank. So a rank counts as late if it does not wait in a
+    # collective, while other ranks do.
     active = [rank for rank in ranks if not is_waiting(rank)]
     return active if len(active) < len(ranks) else []
 
@@ -333,7 +336,7 @@ def is_waiting(rank):
 
 
 def stay_of(rank):
-    """Describe how long a rank has been in its phase, and name the line where it is."""
+    """Describe how long a rank has been in its phase, and which line of code it runs."""
     return f"{rank.quiet:.0f} s in {rank.position}, at {location_of(rank.frames)}"
 
 
@@ -342,7 +345,7 @@ def find_mismatch(group):
     """Report ranks that called a different collective than the other ranks of their group.
 
     In the record of a collective, "call" is a text such as "all_reduce [[5]] Float at train.py:3
-    main": the operation with its sizes and types, and the line of code.
+    main". It has the operation, usually the sizes and types of the inputs, and the line of code.
     """
     history = []
     # Start at the first collective that is still on record for all ranks.
@@ -356,7 +359,7 @@ def find_mismatch(group):
         is_pending = any(entry["pending"] for entry in entries.values())
         operations = {call.partition(" at ")[0] for call in ranks_by_call}
         # Ranks may run the same operation from different lines of code. Different lines are a
-        # mismatch only if the collective does not end.
+        # mismatch only if the collective has not ended.
         if len(operations) > 1 or (is_pending and len(ranks_by_call) > 1):
             return explain_mismatch(number, ranks_by_call, history)
         history += list(ranks_by_call)[:1]
@@ -365,7 +368,8 @@ def find_mismatch(group):
 def find_unexpected_call(group, victims):
     """Report a rank whose last call differs from the call that its earlier calls predict.
 
-    Assume that the victims made the predicted call, because their own calls are not on record.
+    Assume that the ranks in `victims` made the predicted call, because a rank that aborts leaves no
+    record of its last calls.
     """
     for rank, calls in group.items():
         *history, last = [call["call"] for _, call in sorted(calls.items())]
@@ -375,7 +379,11 @@ def find_unexpected_call(group, victims):
 
 
 def explain_mismatch(number, ranks_by_call, history):
-    """Report the ranks that did not make the expected call, or all ranks if no rank made it."""
+    """Report the ranks that did not make the expected call, or all ranks if no rank made it.
+
+    The expected call is the call of more than half of the ranks. If there is no such call, it is
+    the call that `history` predicts.
+    """
     # Put the smallest groups of ranks first, because the culprit is seldom in a large group.
     groups = sorted(ranks_by_call.items(), key=lambda item: len(item[1]))
     expected, majority = groups[-1]
@@ -394,10 +402,10 @@ def explain_mismatch(number, ranks_by_call, history):
 
 
 def predict_call(history):
-    """Return the call that came next when the latest calls in `history` occurred before.
+    """Return the call that came next the last time that the latest calls in `history` occurred.
 
-    Look for the latest 64 calls first, then for fewer calls. Return None if even the last call has
-    not occurred before.
+    Search `history` for the latest 64 calls first, then for fewer calls. Return None if even the
+    last call has not occurred before.
     """
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
@@ -409,7 +417,10 @@ def predict_call(history):
 
 # ---- a run that moves --------------------------------------------------------------------------
 def find_straggler(ranks):
-    """Report a rank that made other ranks wait in both halves of the last 200 collectives."""
+    """Report a rank that the other ranks of its group spend much time waiting for.
+
+    Both halves of the latest collectives, which are at most 200, must show this.
+    """
     for group in calls_by_group([rank for rank in ranks if rank.lives]):
         numbers = sorted(set.intersection(*map(set, group.values())))[-200:]
         if len(group) < 2 or len(numbers) < 20:
@@ -426,9 +437,9 @@ def find_straggler(ranks):
 
 
 def stands_out(rank, shares):
-    """Return whether a rank's share is at least MIN_LATE_SHARE, and three times any other share.
+    """Return whether a rank's share is at least MIN_LATE_SHARE, and three times every other share.
 
-    `shares` maps each rank to the share of the time that this rank has made other ranks wait.
+    `shares` maps each rank to the share of the time that other ranks have waited for it.
     """
     others = [share for other, share in shares.items() if other is not rank]
     return shares[rank] >= max(MIN_LATE_SHARE, 3 * max(others))
@@ -448,9 +459,9 @@ def describe_excess(slowest, others):
 
 
 def late_shares(group, numbers):
-    """Return the wait that each rank of a group caused, as a share of the elapsed time.
+    """Return, for each rank of a group, the share of the time that other ranks waited for it.
 
-    Count only the collectives with the given sequence numbers.
+    Count only the collectives whose sequence numbers are in `numbers`.
     """
     durations = {}
     for rank, calls in group.items():
@@ -468,10 +479,10 @@ def late_shares(group, numbers):
 
 
 def waits_by_cause(group, numbers):
-    """Return the wait that each rank caused for the other ranks of its host, in seconds.
+    """Return, for each rank, the number of seconds that other ranks of the group waited for it.
 
     The last rank to call a collective makes the other ranks wait. The wait starts when the first
-    rank calls the collective or when the previous collective ends, whichever is later.
+    rank calls the collective, but not before all ranks have called the previous collective.
     """
     # Report no waits if the ranks run on several hosts, because the hosts' clocks differ.
     if len({rank.host for rank in group}) > 1:
@@ -491,9 +502,9 @@ def waits_by_cause(group, numbers):
 
 # ---- wrong numbers -----------------------------------------------------------------------------
 def find_nonfinite(ranks):
-    """Report the ranks whose loss or gradient was the first that was not finite.
+    """Report the ranks that were the first to have a loss or a gradient that was not finite.
 
-    Each rank checks its own values, before the average over ranks.
+    Each rank has checked its own loss and gradients, before any average over ranks.
     """
     if affected := [rank for rank in ranks if rank.bad]:
         step = min(rank.bad["step"] for rank in affected)
@@ -523,8 +534,8 @@ def find_differing_replicas(ranks):
             usual, count = checksums.most_common(1)[0]
             differing = [rank for rank in replicas if checks[rank]["weights"] != usual]
             if differing:
-                # If there is no majority, nothing shows which weights are right, so report all
-                # replicas.
+                # If no majority of the replicas has equal weights, nothing shows which weights are
+                # right, so report all replicas.
                 has_majority = count > len(differing)
                 reason = f"in step {step}, the weights differ from those of other replicas"
                 culprits = differing if has_majority else replicas
@@ -532,7 +543,7 @@ def find_differing_replicas(ranks):
 
 
 def find_shared_data(ranks):
-    """Report two or more ranks that all had the same input in the last two checks."""
+    """Report two or more ranks whose inputs were equal in each of the last two checks."""
     last_checks = list(common_checks(ranks).values())[-2:]
     ranks_by_input = defaultdict(list)
     for rank in ranks:
@@ -545,7 +556,7 @@ def find_shared_data(ranks):
 
 
 def find_loss_spike(ranks):
-    """Report ranks whose loss was far above the loss of most ranks in the last two checks."""
+    """Report ranks whose loss was far above the median loss in each of the last two checks."""
     spikes = Counter()
     for checks in list(common_checks(ranks).values())[-2:]:
         losses = {rank: mean(check["losses"]) for rank, check in checks.items()}
@@ -575,7 +586,10 @@ def find_memory_leak(ranks):
 
 
 def is_growing(memory):
-    """Return whether a rank's host memory, in GiB, grows steadily and enough to be a leak."""
+    """Return whether a rank's host memory grows steadily and enough to be a leak.
+
+    `memory` has the rank's latest values in GiB, the oldest first.
+    """
     rises = [after > before + 0.02 for before, after in pairwise(memory)]
     is_steady = len(rises) > 2 and sum(rises) >= len(rises) - 1
     return is_steady and memory[-1] - memory[0] > max(MIN_LEAK_GIB, 0.5 * memory[0])
@@ -609,7 +623,10 @@ def describe_state(ranks):
 
 # ---- report ------------------------------------------------------------------------------------
 def show(facts, verdict, ranks):
-    """Print the ranks in groups with the same state, then other findings, then the verdict."""
+    """Print the state of each group of ranks, then the findings in "also", and then the verdict.
+
+    The ranks of a group have the same state. Print at most 12 groups.
+    """
     groups = defaultdict(list)
     for rank in ranks:
         detail = cause_of(rank.error)[1][:200] if rank.error else f"at {location_of(rank.frames)}"

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
     "chapter, family", [("04", "llama"), ("02", "qwen3"), exhaustive("04", "qwen3")]
 )
 def test_checkpoint_becomes_a_model_with_one_command(models, tmp_path, chapter, family):
-    """Check that export.py writes the checkpoint's weights, and the files of an exported model."""
+    """Check that export.py writes the checkpoint's weights, and the same JSON files as the run."""
     args = [*SHORT, "--num-steps", 4, "--checkpoint-every", 2, "-m", models / family]
     run_or_fail(2, [(chapter, [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
     run, folder = tmp_path / "run", tmp_path / "model"

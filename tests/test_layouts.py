@@ -22,17 +22,17 @@ from runs import (
     wait_for,
 )
 
-# The high weight decay makes a wrong decay visible within a few steps. With 10 held-out samples,
-# the last batch of an evaluation is incomplete.
+# The high weight decay makes a wrong decay visible within a few steps. In many runs, the last batch
+# of the 10 held-out samples is incomplete.
 STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval-samples 10
     --checkpoint-every 99"""
-# The name of a layout has a chapter, a number of ranks and, in most layouts, splits. Each split is
-# a name from this table and a number. So 07-4-tp2-pp2 is chapter 07 on four ranks: the model has
-# two stages, and two ranks split the matrices of each stage. In 07-4-pp2, two data-parallel ranks
-# share the samples.
+# The name of a layout has a chapter, a number of ranks and, possibly, splits. Each split is a name
+# from this table and a number. So 07-4-tp2-pp2 is chapter 07 on four ranks: the model has two
+# stages, and two ranks split the matrices of each stage. In 07-4-pp2, two data-parallel ranks share
+# the samples of a step.
 #
-# With `-b 2`, a stage receives the 8 samples of a step in 4 micro-batches. If two data-parallel
-# ranks share the step, a stage receives 4 of these samples in 2 micro-batches.
+# With `-b 2`, a rank processes the 8 samples of a step in 4 micro-batches. If two data-parallel
+# ranks share the samples, each of these ranks processes 4 samples in 2 micro-batches.
 SPLITS = {
     "tp": "--tensor-parallel-size {}",
     "pp": "-b 2 --pipeline-parallel-size {}",
@@ -42,11 +42,11 @@ SPLITS = {
     "ep": "--expert-parallel-size {}",
     "replicas": "--replicas {}",
 }
-# Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
-# tokens, train more weights, or use a different optimizer.
+# Compare these chapters with one-rank runs of the same chapter, because chapter 01 would compute a
+# different loss, train more weights, or use a different optimizer.
 OWN_REFERENCE = ("conversations", "preferences", "lora", "muon")
-# Each chapter of fine-tuning has a function that writes the chapter's data, and the number of
-# tokens per sample.
+# For each chapter of fine-tuning, DATA has the function that writes the training data, and the
+# number of tokens per sample.
 DATA = {"conversations": (prepare_conversations, 128), "lora": (prepare_conversations, 128)}
 DATA["preferences"] = prepare_pairs, 256
 SETTINGS = {
@@ -62,23 +62,23 @@ SETTINGS = {
     "gpipe": "--pipeline-schedule gpipe",
     "float8": "--float8",
 }
-# The settings in this table change the curve, so a run's reference run has the same settings from
-# this table, and the same model.
+# The settings in this table change the curve, so a run and its reference run have the same settings
+# from this table, and the same model. Only the reference run of 01-1@bf16 leaves out bf16.
 CURVES = {
     "bf16": "--precision bf16",
     # Use the default warmup and decay, because with the values of STEPS, rounding errors would grow
     # too much within 20 steps.
     "over-20-steps": "--num-steps 20 --eval-every 10 --warmup-steps 10 --weight-decay 0.1",
-    # With this length, a rank computes the loss in two chunks.
+    # With this length, each of two ranks computes its part of the loss in two chunks.
     "long": "--seq-length 512",
     "five": "--config num_hidden_layers=5",
-    # With these settings, Mixtral has fewer experts than ranks, or its number of experts is not
-    # divisible by the number of shards.
+    # Mixtral's two or six experts cannot be divided evenly among four ranks, and its three experts
+    # cannot be divided evenly among two ranks.
     "two-experts": "--config num_local_experts=2 num_experts_per_tok=1",
     "three-experts": "--config num_local_experts=3",
     "six-experts": "--config num_local_experts=6",
     # With six experts, four ranks split the columns of each expert. With the eight experts of the
-    # tiny models, each rank would have two experts.
+    # tiny Qwen3-MoE, each of the four ranks would have two experts.
     "columns": "--config num_experts=6",
     # Neither 202 rows nor three layers can be divided evenly among four ranks. Only three matrices
     # have the shape 120 × 202, so each of four ranks gets one of these matrices, or none.
@@ -88,13 +88,12 @@ CURVES = {
 }
 
 
-# Each run is a layout and its settings, joined by "@" and "+". All pairs of a layout and a setting
-# would take hours, so the lists follow three rules:
-# - Each layout of at most four ranks has a run.
-# - Each chapter has a run with each of its settings. These runs are spread over the chapter's
-#   layouts, so that one run tests two things.
-# - Chapter 09, which has the splits of all chapters, trains each mixture that it accepts with each
-#   kind of split: experts alone, and experts with matrices, sequences or layers.
+# The name of a run is LAYOUT@SETTING, or LAYOUT@SETTING+SETTING. All pairs of a layout and a
+# setting would take hours, so the lists follow three rules:
+# - Any two of the splits tp, pp, cp, ep and replicas have a run that combines them.
+# - The settings are spread over the layouts, so that one run tests a layout and a setting.
+# - Chapter 09, which has the splits of all chapters, trains several mixtures with each kind of
+#   split: experts alone, and experts with matrices, sequences or layers.
 CORE = """
     01-1@plain 01-1@2 02-2@2 03-2@plain 04-2@2 05-1@mixtral+bf16 05-2@offload+1
     05-2@mixtral+three-experts 06-2-tp2@plain 07-2-pp2@plain 08-2-cp2@plain 09-2-ep2@glm4_moe
@@ -130,9 +129,9 @@ MODELS = """
     09-4-interleaved2-ep2@glm4_moe 09-4-tp2-cp2@plain
 """.split()
 EXPORTED = [*CORE, *map(slow, SLOW), *map(exhaustive, MODELS)]
-# The test of exported models leaves out these runs and the runs of MORE_SETTINGS. Without
-# fine-tuning, a run exports the same weights as a run of EXPORTED. For fine-tuning, test_lora.py
-# and other tests check the exported models.
+# The test of exported models leaves out the runs of this list and of MORE_SETTINGS. For
+# fine-tuning, test_lora.py and other tests check exported models. Without fine-tuning, the runs
+# that are left out learn almost the same weights as runs of EXPORTED.
 FINE_TUNED = """
     conversations-2@2 conversations-2@offload+1 preferences-2@2 preferences-2@offload+1
     lora-2@offload+1
@@ -234,7 +233,8 @@ def test_layout_follows_its_reference_curve(root, run):
         assert disagreement(reference, curve) == {}
 
 
-# On a CPU with torch 2.13.0 and transformers 5.23.0, the first steps have these losses.
+# On a CPU with torch 2.13.0 and transformers 5.23.0, the first ten steps of 01-1@over-20-steps have
+# these losses.
 LOSSES = [5.9667125, 5.8170733, 5.6755233, 5.5211148, 5.3670635]
 LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
 
@@ -250,7 +250,7 @@ def test_losses_are_those_of_the_pinned_versions(root, run):
     assert [step for step, row in curve.items() if "val_loss" in row] == [0, 10, 20]
     assert curve[20]["loss"] < curve[1]["loss"] - 1
     losses = [curve[step]["loss"] for step in range(1, 11)]
-    # Allow small differences, because other CPUs add in a different order.
+    # Allow small differences, because other CPUs may add numbers in a different order.
     assert losses == pytest.approx(LOSSES, abs=1e-4)
 
 
@@ -260,8 +260,8 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     """Let transformers evaluate the exported model, which has the weights of the last step."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
-    # This test evaluates each model in fp32. A run in bf16 has computed its logged loss in bf16;
-    # the logged loss is 0.002 higher.
+    # This test computes the loss of each model in fp32. A run in bf16 has computed its logged loss
+    # in bf16, and logged a loss that is about 0.002 higher.
     assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
 
 
@@ -277,9 +277,9 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """Compare a chapter with an earlier chapter on the earlier chapter's layout.
+    """Train with a chapter and an earlier chapter, in a layout of the earlier chapter.
 
-    The split that the later chapter adds stays off.
+    The split that the later chapter adds stays off, so the two runs must be equal.
     """
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
@@ -323,12 +323,12 @@ ROUTES = {
         04-4-replicas2""".split(),
     "lora": "lora-2 lora-1 lora-4-replicas2 lora-4".split(),
     "muon": "muon-2 muon-4 muon-1 muon-4-replicas2".split(),
-    # Each of four shards has some columns of all six experts. With only two shards, each shard has
-    # three entire experts.
+    # If four shards split the experts, each shard has some columns of all six experts. If two
+    # shards split the experts, each shard has three entire experts.
     "few-experts": "04-4 04-2 09-4-ep2 05-4 09-2-tp2 04-4-replicas2".split(),
 }
-# Distribute all layouts of SPLIT over three routes, because rounding errors grow with the number of
-# steps.
+# Distribute all layouts of SPLIT over three routes, because rounding errors would grow too much
+# over the steps of one long route.
 SHUFFLED = random.Random(0).sample(SPLIT, len(SPLIT))
 ROUTES |= {f"each-layout-{number}": SHUFFLED[number::3] for number in range(3)}
 
@@ -364,7 +364,10 @@ EXAM = "04-4-replicas2 09-2-tp2 09-2-cp2-ep2 05-2 09-4-pp2-ep2".split()
 
 @pytest.mark.slow
 def test_run_killed_in_six_kinds_of_parallelism_stays_on_the_curve(layout_models, tmp_path):
-    """Resume a run in each layout of EXAM, and each time kill the run after three more steps."""
+    """Continue a run in each layout of EXAM, and kill it each time after three or more steps.
+
+    In the end, let the run finish in the last layout.
+    """
     more = [*ENDLESS, "--eval-every", 4, "--checkpoint-every", 2, "--num-steps", 5 * len(EXAM)]
     job = job_of(layout_models, "01-1@glm4_moe", tmp_path, *more, "-e", "entire")
     run_or_fail(1, [job], tmp_path / "jobs")

@@ -71,7 +71,8 @@ def plain_step(model, reference, documents, beta):
 def apart_in_step_2(chapter, folder, *words):
     """Compare step 2 with plain_step(); return the differences of the metrics and the gradients.
 
-    Both differences are relative. Step 1 cannot show a mistake, because its loss is always ln 2.
+    Both differences are relative. Step 1 would hide mistakes, because the model still equals the
+    reference, so the loss is always ln 2.
     """
     args, model, train_set, held_out = prepare(chapter, "--lr", 0.01, *words)
     reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
@@ -136,7 +137,7 @@ def test_comparison_finds_a_mistake(load, one_rank_group, layout_models, tmp_pat
 
 # ---- another library ---------------------------------------------------------------------------
 def train_with_trl(model, tokenizer, rows, args, folder):
-    """Train four steps with TRL, each on all rows; return TRL's rows of metrics."""
+    """Train four steps with TRL, each on all rows; return the metrics that TRL logs per step."""
     import trl
 
     options = {"num_train_epochs": 4, "logging_steps": 1, "max_grad_norm": 0.0, "beta": args.beta}
@@ -162,8 +163,8 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     """Train on all pairs in each step, so that the order of the pairs does not matter."""
     pytest.importorskip("trl", reason="install fine-tuning/preferences/requirements.txt")
     folder = copy_with_template(layout_models / "llama", tmp_path, "llama2")
-    # TRL needs the same format in all rows, and every third row of pairs() has TRL's format. With
-    # this length, no pair is too long, so prepare.py leaves out no pair.
+    # TRL needs the same format in all rows. pairs() repeats three formats, so use every third row.
+    # With samples of 512 tokens, no pair is too long, so prepare.py leaves out no pair.
     rows = pairs(72)[::3]
     tokens = prepare_rows(tmp_path, rows, "--preferences", "-m", folder, "-s", 512)
     num_samples = (tokens / "000000.tokens").stat().st_size // (4 * 512)
@@ -196,7 +197,10 @@ RUN += ["--num-steps", 8, "--eval-every", 4, "--log-every", 1, "--warmup-steps",
 
 @pytest.mark.slow
 def test_stopped_run_reads_its_references_and_continues(tmp_path):
-    """Resume from step 4 on two ranks; references computed at step 4 would change the losses."""
+    """Resume from step 4 on two ranks, with the references that were computed before step 1.
+
+    References from the weights of step 4 would change the losses.
+    """
     tokens = prepare_pairs(tmp_path, 100)
     args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]
     run_or_fail(1, [("preferences", [*args, "-e", "complete"])], tmp_path / "jobs1")
@@ -217,7 +221,8 @@ def test_stopped_run_reads_its_references_and_continues(tmp_path):
 def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(layout_models, tmp_path):
     """Merge preferences into LoRA's script, as the guide explains, and train.
 
-    LoRA's references must equal the full model's, because new adapters change nothing.
+    LoRA's references must equal the references of a full model, because new adapters change
+    nothing.
     """
     script = shutil.copy(SCRIPTS["lora"], tmp_path / "on_lora.py")
     parts = script, SCRIPTS["conversations"], SCRIPTS["preferences"]

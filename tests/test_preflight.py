@@ -35,8 +35,8 @@ def findings_of(reports, network_gbs=0.0):
     return preflight.compare(args, reports)[1]
 
 
-# Each check has the value that rank 16 reports, the finding's level, and a part of the finding's
-# text.
+# For each check, this table has the faulty value that rank 16 reports, and the level and a part of
+# the text of the finding that must follow.
 FAULTS = {
     "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
     "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
@@ -140,11 +140,11 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
     assert words in run_rank(rank, **variables)
 
 
-# Each mistake has the wrong variables, and a part of the error line.
+# Each mistake has the wrong variables, and a part of the expected error line.
 MISTAKES = [
     ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start preflight.py with a"),
     ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),
-    # Kubernetes sets this variable if a service has the name `master`.
+    # Kubernetes sets MASTER_PORT to the address of a service if the service's name is `master`.
     ({"MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT tcp://10.0.0.1:80: not a number; unset"),
     ({"MASTER_ADDR": "h[1-2]"}, "MASTER_ADDR h[1-2]: Name or service not known; set it to"),
     ({"RANK": "3"}, "WORLD_SIZE 2: there are at least 4 ranks; unset the variables RANK,"),

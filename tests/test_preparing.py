@@ -37,7 +37,7 @@ from preparing import TOOL
 from runs import all_running, kill, last_logged_step, wait_for
 
 LICENSE = (ROOT / "LICENSE").read_text()
-# This is the end-of-text token of the tiny model. Every other token is a byte's value plus 3.
+# This is the end-of-text token of the tiny model. The token of a byte is the byte's value plus 3.
 EOS = 1
 
 
@@ -56,7 +56,7 @@ def write_shards(folder, num_shards, num_documents, seed=0):
 
 
 def prepare(output, *words, part="0/1", status=0):
-    """Run prepare.py for the part `part`, such as 1/3, with small pieces; return the output."""
+    """Run prepare.py for the part `part`, such as 1/3, with small pieces; return its messages."""
     return preparing.prepare(output, "--piece", 3000, "--part", part, *words, status=status)
 
 
@@ -111,7 +111,7 @@ FILES = {
     "b.jsonl": (b"".join(LINES), TEXTS),
     "c.parquet": (parquet_of(ROWS), TEXTS),
     "d.txt": (b"one\n\n\ntwo\nlines\n\nthree\n", ["one", "two\nlines", "three"]),
-    # Each of the next three files consists of several compressed files.
+    # Each of the next three files joins several compressed files, one for each line.
     "e.jsonl.gz": (b"".join(map(gzip.compress, LINES)), TEXTS),
     "f.jsonl.xz": (b"".join(map(lzma.compress, LINES)), TEXTS),
     "g.jsonl.bz2": (b"".join(map(bz2.compress, LINES)), TEXTS),
@@ -119,7 +119,7 @@ FILES = {
     "i.csv": (b'other,text\n1,one\n1,"two\nlines"\n1,\n', TEXTS),
     "j.tsv.gz": (gzip.compress(b'text\tother\none\t1\n"two\nlines"\t1\n\t1\n'), TEXTS),
     "l.csv": (b'text\r\nNA\r\nnull\r\nnan\r\nNone\r\n""\r\n', ["NA", "null", "nan", "None", ""]),
-    # A text that spells a control token, such as <s>, does not end a document.
+    # A text that spells the end-of-text token, </s>, does not end its document there.
     "n.txt": (b"<s>1 euro</s>", ["<s>1 euro</s>"]),
 }
 FILES["byte-order-mark.csv"] = (codecs.BOM_UTF8 + FILES["i.csv"][0], TEXTS)
@@ -169,8 +169,8 @@ def test_skipping_counts_bad_documents(tmp_path):
     assert "7 bad documents left out" in output
 
 
-# Each row has the files in a folder that prepare.py must read, the files that it must leave out and
-# name, and the files that it must skip silently.
+# Each row has three lists of files in a folder: files that prepare.py must read, files that it must
+# leave out with a message, and files that it must leave out silently.
 FOLDERS = [
     (["a.TXT", "b/b.txt"], ["b/d.pdf"], [".git/a.txt", "README.md", "b/License.txt", "o.tokens/a"]),
     (["train_history.txt", "cooking.txt", "test_driving.txt"], [], []),
@@ -242,7 +242,7 @@ def test_wrong_arguments_print_one_line(tmp_path, monkeypatch):
 def samples_of(folder, length, num_held_out):
     """Return the training samples in a folder of pieces, in order, and the held-out samples.
 
-    Leave out the end of a piece if it is shorter than a sample.
+    Leave out the last tokens of a piece if they do not fill a sample.
     """
     found = []
     for tokens in pieces(folder).values():
@@ -287,9 +287,11 @@ def started():
         process.kill()
 
 
-# After each kill, the next chapter of this list resumes the run on its number of ranks.
+# Each entry has a chapter and a number of ranks. The first entry starts the run; after each kill,
+# the next entry resumes the run.
 RESUMES = [("04", 2), ("08", 2), ("05", 1)]
-# With these lines, a script records the samples that a rank trains on, and their positions.
+# In a copy of a script, RECORD replaces RETURN, so that each rank records its samples and their
+# positions in the stream.
 RETURN = "    return batch.pin_memory()"
 RECORD = f"""    with open(os.environ["RECORD"] + os.environ["RANK"] + ".jsonl", "a") as record:
         print(json.dumps([list(positions), batch.tolist()]), file=record)
@@ -300,14 +302,14 @@ PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 @pytest.mark.slow
 def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, started):
-    """Kill prepare.py and a run at random moments; resume both, the run on a different layout.
+    """Kill prepare.py and a run at random moments; resume both, and change the run's layout.
 
     The pieces must have the same bytes as the pieces that three workers write without a kill.
     """
     documents = write_shards(tmp_path / "shards", 3, 34)
     output, run, record = tmp_path / "out.tokens", tmp_path / "run", tmp_path / "record"
     record.mkdir()
-    # Let prepare.py pause before it writes each file, so that kills hit every part of its work.
+    # Let prepare.py pause before it writes each file, so that a kill may hit any part of its work.
     line = "def write(path, data):\n"
     tool = change_file(TOOL, line, f"{line}    time.sleep(0.2)\n", tmp_path / "prepare.py")
     words = ["--piece", 1500, tmp_path / "shards"]
@@ -347,7 +349,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_piece_without_a_collective_and_report_it(tmp_path, started):
-    """Let ranks wait for a piece for longer than --dist-timeout, and then supply the piece."""
+    """Let ranks wait for a piece for longer than --dist-timeout; then supply the missing files."""
     write_shards(tmp_path / "shards", 3, 60)
     folder, hidden = tmp_path / "o.tokens", tmp_path / "hidden"
     prepare(folder, tmp_path / "shards")
@@ -356,7 +358,8 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_report_it(tmp_path, sta
     missing = [path for path in folder.iterdir() if path.name not in kept]
     for path in missing:
         path.rename(hidden / path.name)
-    # With this batch size, the waiting step begins with samples of the first piece.
+    # With this batch size, the first step that needs the missing piece needs it only for the second
+    # of its two micro-batches.
     args = [*SHORT, "--num-steps", 8, "--batch-size", 2, "--eval-samples", 8, "--dist-timeout", 5]
     args += ["--save-dir", tmp_path, "-e", "run", "-d", folder]
     processes = start_ranks(2, [SCRIPTS["03"], *args], tmp_path)

@@ -36,8 +36,8 @@ FOLDERS = {
 # transformers saves each expert of these mixtures under a separate name.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
-# For each folder, these chapters train its model, in addition to chapter 01. For a folder that is
-# not listed, only chapter 05 does, because it reads the files itself.
+# Besides chapter 01, these chapters train the model of a folder. If a folder is not listed, it is
+# chapter 05 that trains the model besides chapter 01, because chapter 05 reads the files itself.
 CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 
@@ -101,8 +101,8 @@ UNFIT = {
     "nothing": "nothing",
     "untied": "the files do not tie lm_head.weight; pass --config tie_word_embeddings=false",
 }
-# Chapter 05 reads the files itself, so it reports a wrong vocabulary with a different error, and
-# also finds quantized weights without a setting in config.json.
+# Chapter 05 reads the files itself. So it reports a wrong vocabulary with a different error, and
+# finds quantized weights even if config.json does not mention them.
 UNFIT_FOR_05 = UNFIT | {
     "vocabulary": "lacks lm_head.weight (2 weights); check its files",
     "int8": "are quantized; choose a bf16 copy",

@@ -81,7 +81,7 @@ def test_missing_run_is_reported_in_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["01", exhaustive("06")])
 def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_path, chapter):
-    """Evaluate a model, and a checkpoint of one file or of the shards of two ranks."""
+    """Evaluate a run's model and checkpoint; chapter 06's checkpoint has two ranks' shards."""
     ranks = 1 if chapter == "01" else 2
     split = ["--tensor-parallel-size", 2] if chapter == "06" else []
     rows = curves_of(tmp_path, {ranks: {"run": (chapter, split)}})["run"]
@@ -108,7 +108,7 @@ def test_each_token_is_counted_once_with_the_context_of_its_window(models, strid
     for position in range(1, 25):
         # This is the start of the first window that contains the token at `position`.
         start = max(0, math.ceil((position - 7) / stride) * stride)
-        # Without an overlap, the first token of a window has no context.
+        # Without an overlap, the first token of a window has no context, so skip this token.
         if start < position:
             scores = model(input_ids=tokens[None, start:position]).logits[0, -1].log_softmax(0)
             expected -= scores[tokens[position]].item()

@@ -56,10 +56,7 @@ class Instant:
 
 
 def gpu_functions(options, watch):
-    """Return replacements for the functions of torch.cuda that the script or torch calls.
-
-    The keys of the dictionary are the names of the functions.
-    """
+    """Map names in torch.cuda and torch.gpu that the script or torch uses to replacements."""
     name, capability = GPUS[options.gpu].name, GPUS[options.gpu].capability
     stream = Instant()
     values = {
@@ -116,7 +113,7 @@ class ScriptTorch(types.ModuleType):
 
 
 def add_gpu(options, watch):
-    """Add the device "gpu" to this process; replace functions of torch that need real tensors."""
+    """Add the device "gpu" to this process; replace functions of torch that fail on this device."""
     Instant.watch, module = watch, types.ModuleType("torch.gpu")
     vars(module).update(gpu_functions(options, watch))
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
@@ -134,13 +131,13 @@ def add_gpu(options, watch):
     for name in names.split():
         if hasattr(mesh, name):
             setattr(mesh, name, on_real_tensors(getattr(mesh, name)))
-    # Do not count full tensors that DTensor creates to derive the shapes of results, because no
-    # rank ever holds them.
+    # Do not count the memory of full tensors that DTensor creates to derive the shapes of results,
+    # because no rank ever holds these tensors.
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         setattr(ShardingPropagator, name, watch.ignoring()(getattr(ShardingPropagator, name)))
-    # Register kernels for these operations, because a GPU has such kernels. Without kernels, torch
-    # would split each operation into several operations that need more memory. Fake tensors never
-    # call the kernels.
+    # A real GPU has kernels for these operations, so register kernels for the fake GPU, too.
+    # Without kernels, torch would split each operation into several operations that need more
+    # memory. Fake tensors never call the kernels.
     for name in ("silu_backward", "mish_backward"):
         ATEN.impl(name, lambda *_: None, "PrivateUse1")
     add_autocast()
@@ -183,7 +180,7 @@ def add_autocast():
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         if not is_float or value.device.type != "gpu" or value.dtype == dtype:
             return value
-        # Cast each weight once per forward pass, as autocast does.
+        # Cast each weight only once per forward pass, as autocast on a real GPU does.
         if value.is_leaf and value.requires_grad and dtype != torch.float32:
             if id(value) not in cache:
                 cache[id(value)] = value.to(dtype)
@@ -216,9 +213,9 @@ class LowerRight:
 
 
 def attention_on(options):
-    """Return an attention function that chooses the kernel that the real GPU would choose.
+    """Return an attention function that chooses the kernel that torch would choose on a real GPU.
 
-    torch's own function would ask the driver of a real GPU which kernel to use.
+    torch's own function would ask the driver of the GPU, which does not exist here.
     """
     original = torch.nn.functional.scaled_dot_product_attention
     capability = GPUS[options.gpu].capability
@@ -271,7 +268,7 @@ def add_ranks(options, rank):
 
 
 def decide_alone(_, stages, has_backward, p2p_done):
-    """Let each stage choose static or dynamic shapes alone, because no other rank can vote."""
+    """Let each stage choose static or dynamic shapes alone, because no other ranks exist to ask."""
     mode = stage_module.InferenceMode
     for stage in stages:
         is_dynamic = mode.needs_dynamic(stage._user_meta, has_backward)

@@ -93,8 +93,8 @@ def join_once(next_rendezvous):
 def is_finished(run_dir):
     """Return whether a run has finished: its final model is then newer than its checkpoints.
 
-    Return True without `run_dir`, and for a script that writes no checkpoints, because then no
-    files show whether the run has finished.
+    Return True without `run_dir`, and for a run without checkpoints, because then no files show
+    whether the run has finished.
     """
     if not run_dir or not Path(run_dir, "checkpoints").exists():
         return True

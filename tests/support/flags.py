@@ -34,7 +34,7 @@ def declared_flags(script):
 
 
 def unknown_flags(text):
-    """Return a pair (script, flag) for each flag in a bash block that is unknown to its script.
+    """Return a pair (script, flag) for each flag of a bash block that its script does not declare.
 
     Some flags have no script before them: flags after a variable such as `$train`, and flags in a
     file of arguments, where lines begin with a flag. Every chapter in the block must declare these

@@ -34,9 +34,9 @@ FORKS.set_forkserver_preload(IMPORTED.split())
 # two threads read the status of a process at the same time, the second thread finds no status and
 # reports 255.
 LOCK = threading.RLock()
-# pytest changes its variables in each test. Libraries set the other variables of this list once,
-# sometimes long after the first test has begun: threadpoolctl sets KMP_*, and a compilation sets
-# _TORCHINDUCTOR_*.
+# Ignore changes of the variables whose names begin with these texts. pytest changes PYTEST_* in
+# each test. Libraries set the other variables once, sometimes long after the first test has begun:
+# threadpoolctl sets KMP_*, and a compilation sets _TORCHINDUCTOR_*.
 IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
 IGNORED_VARIABLES += ("_TORCHINDUCTOR_", "HF_XET_")
 
@@ -51,8 +51,8 @@ class Server:
         """Start a script with its arguments and additional variables; return the process.
 
         If a test has changed the environment, start a new process instead of a fork, because
-        libraries read many variables only while they are imported. A new process also hashes
-        strings with a different seed.
+        libraries read many variables only while they are imported. Unlike forks, new processes hash
+        strings with different seeds.
 
         Without `err`, the script's stderr goes to `out`.
         """
@@ -86,7 +86,7 @@ class Forked(FORKS.Process):
 
     def send_signal(self, number):
         if self.poll() is None:
-            # Ignore this error, because the process may end before the signal arrives.
+            # Ignore this error, because the process may end between poll() and os.kill().
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -106,14 +106,16 @@ def run_script(command, env, out, err):
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
-    # A failed rank sleeps for 10 seconds, so that the launcher can end the rank. Shorten this sleep
-    # if run_jobs(), which uses two files per rank, has started the ranks and waits until they end.
+    # A failed rank sleeps for 10 seconds, so that a launcher can end the rank. run_jobs() starts
+    # ranks without a launcher, so shorten this sleep there; only run_jobs() uses two files per
+    # rank.
     if out != err:
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(0.1 if seconds == 10 else seconds)
     # The server ends when the last copy of this descriptor is closed, so close the script's copy.
     os.close(forkserver._forkserver._forkserver_alive_fd)
-    # Let the script start processes by forking, as it can in a new process.
+    # Undo two settings of the fork server, so that the script can fork processes, as it could if a
+    # new Python had started it.
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
     # Exclude the imported objects from garbage collection, because it would write to the memory

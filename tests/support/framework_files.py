@@ -8,7 +8,7 @@ import will_it_fit
 def write_config(path, framework, *words, stage=3):
     """Write a framework's configuration file to `path`, and return `path`.
 
-    The planner writes the file for its flags `words` and the ZeRO stage `stage`.
+    The file is for the planner's flags `words` and the ZeRO stage `stage`.
     """
     if stage < 3:
         words = (*words, "--no-reshard-after-forward")

@@ -19,29 +19,32 @@ from step_time import StepTime, speed_of
 from training_step import ROOT, load_config, model_of
 
 FILE = ROOT / "benchmarks/results/scale.json"
-# The table of the fastest layouts has these columns. Several ways to split may share a column.
+# Map each way to split the model to its column in the table of the fastest layouts.
 COLUMNS = {"FSDP": "FSDP", "FSDP, replicas": "FSDP", "FSDP, recompute": "FSDP"}
 COLUMNS |= {"FSDP, TP": "TP", "FSDP, PP": "PP", "FSDP, TP, PP": "TP and PP"}
 JOB_KEYS = "way fits gpu_needs host_needs checkpoint stop_seconds speed command".split()
 
 
 def setting_from(words):
-    """Return the setting of a command line of the planner."""
+    """Return the setting that a command line of the planner describes."""
     args = planner.parse_args(shlex.split(words))
     args.model = model_of(load_config(args)[0])
     return setting_of(args, args.chapter)
 
 
 def layouts_of(words):
-    """Return the plan of the best layout of each way to split the model, the fastest first."""
+    """Return the plan of the best layout of each way to split the model.
+
+    The fastest layout comes first, and layouts that do not fit come last.
+    """
     return planner.make_plan(planner.parse_args([*shlex.split(words), "--layouts"]))["layouts"]
 
 
 def layer_of(words):
     """Return the seconds and the GB that one layer needs in a step, under FSDP and under TP.
 
-    FSDP's traffic does not depend on the number of tokens. With fewer tokens than "pays below",
-    FSDP's traffic takes longer than tensor parallelism takes to compute and to send.
+    FSDP's traffic does not depend on the number of tokens. If a GPU has fewer tokens than "pays
+    below", FSDP's traffic takes longer than tensor parallelism takes to compute and to send.
     """
     alone = StepTime(setting_from(f"{words} -b 1"))
     split = StepTime(setting_from(f"{words} -b 8 --tensor-parallel-size 8"))
@@ -64,7 +67,7 @@ def layer_traffic(step):
 
 
 def fastest_of(words):
-    """Return the speed and the number of pipeline stages of the fastest layout in each column.
+    """Return the fastest layout of each column: its tokens per second and GPU, and its stages.
 
     Leave out the layouts that do not fit.
     """
@@ -78,9 +81,10 @@ def fastest_of(words):
 
 
 class HalfRepeatedStep(StepTime):
-    """Add up the seconds of a step whose selective recomputation repeats half of the products.
+    """Add up a step's seconds if selective recomputation repeats half of the matrix products.
 
-    torchtitan keeps the results of every second matrix product, and chapter 05 keeps all results.
+    torchtitan keeps the results of every second matrix product, and chapter 05 keeps the results of
+    all matrix products.
     """
 
     def repeated(self, matrices, attention, cheap):
@@ -131,7 +135,7 @@ def predict(part, row):
 
 
 def main():
-    """Compute all predictions in scale.json again."""
+    """Compute all predictions in scale.json again, and write them to the file."""
     rows_by_part = json.loads(FILE.read_text())
     for part, rows in rows_by_part.items():
         for row in rows:
