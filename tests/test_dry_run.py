@@ -158,8 +158,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
 def test_pipeline_sends_the_bytes_of_the_formula(gpus):
     arguments = f"{MODEL} --pipeline-parallel-size 2"
     result = run(SCRIPTS["07"], gpus, arguments)
-    # The first rank sends the hidden states of its two micro-batches to the next stage. This rank
-    # gathers its only layer and its embedding once for all micro-batches.
+    # The first rank sends the hidden states of its two micro-batches to the next stage. The first
+    # rank also gathers its only layer and its embedding, once for both micro-batches.
     assert sent(result, "send") == 2 * 2 * LENGTH * WIDTH
     gathered = 2 * (LAYER + VOCABULARY * WIDTH)
     assert sent(result, "all-gather") == pytest.approx(share(gpus // 2) * gathered)

@@ -160,7 +160,10 @@ def line_of(case):
 
 
 def symptoms(log):
-    """Return the lines of a log that report problems of ranks or of torchrun, each line once."""
+    """Return the lines of a log that report problems of ranks or of torchrun, each line once.
+
+    Cut a long line after 160 characters.
+    """
     telling = r".*breaks in step|warning|train_llm.py: error|(\[rank\d\]: )?\w*(Error|Exception)\b"
     lines = [line[:160] for line in log.read_text().splitlines() if re.match(telling, line)]
     return list(dict.fromkeys(lines))

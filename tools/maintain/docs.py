@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 def current_folder():
-    """Return the folder of the README that cog processes."""
+    """Return the folder of the file that cog processes: a README or a file of arguments."""
     return Path(sys.modules["cog"].inFile).resolve().parent
 
 
