@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# Map each fault that begins at the end of a step to its function. end_of_step() calls the function
-# with the model's first weight.
+# Each fault that begins at the end of a step has a function here. end_of_step() calls this function
+# with the first weight of the optimizer.
 FUNCTIONS = {
     "crash": lambda _: 1 / 0,
     "segfault": lambda _: ctypes.string_at(0),
@@ -80,11 +80,15 @@ class Fault:
         self.steps += 1
         if self.is_due(*FUNCTIONS):
             weight = optimizer.param_groups[0]["params"][0].detach()
-            # If the weight is a DTensor, break only this rank's shard of it.
+            # If the weight is a DTensor, pass only this rank's shard of the weight to the fault's
+            # function.
             FUNCTIONS[self.name](getattr(weight, "_local_tensor", weight))
 
     def replace_functions(self):
-        """Replace functions of torch by functions that behave wrongly while the fault is due."""
+        """Replace functions of torch by functions that behave wrongly while the fault is due.
+
+        Also let torch call end_of_step() after each step of an optimizer.
+        """
         backward, all_reduce = torch.autograd.backward, dist.all_reduce
         save, next_index = torch.save, _BaseDataLoaderIter._next_index
 

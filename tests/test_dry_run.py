@@ -20,7 +20,8 @@ from training_step import find_config
 
 pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("no_group")]
 
-# 512 ranks can split tensors of these sizes without padding.
+# 512 ranks can split the weights without padding, because the first three sizes are multiples of
+# 512.
 WIDTH, MLP_WIDTH, VOCABULARY, LAYERS, LENGTH = 512, 1024, 512, 3, 64
 MODEL = (
     f"--config hidden_size={WIDTH} intermediate_size={MLP_WIDTH} vocab_size={VOCABULARY} "
@@ -52,7 +53,8 @@ def run(script, gpus, arguments, ranks="0", gpu="H100-80GB", samples=None):
 def sent(result, kind, ranks=None, column="bytes"):
     """Return the bytes that a rank sends in step 2 with one kind of collective, such as all-gather.
 
-    With `column="calls"`, return the number of calls instead.
+    With `ranks`, count only collectives among this number of ranks. With `column="calls"`, return
+    the number of calls instead of the bytes.
     """
     assert not result["problem"], result["problem"]["traceback"]
     return sum(
@@ -68,7 +70,7 @@ def sent(result, kind, ranks=None, column="bytes"):
 
 
 def share(ranks):
-    """Return the fraction of a tensor that each rank of a ring sends."""
+    """Return the fraction of a tensor that each of `ranks` ranks sends in a ring all-gather."""
     return (ranks - 1) / ranks
 
 
@@ -137,9 +139,9 @@ def test_replicas_send_the_bytes_of_the_formula(gpus):
 def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
     arguments = f"{MODEL} --tensor-parallel-size 4 --recompute {recompute}"
     result = run(SCRIPTS["06"], gpus, arguments)
-    # Four ranks process four micro-batches of one sample. A layer gathers its hidden states four
-    # times, and six times if it is recomputed; each number has two bytes. The head gathers its
-    # weights.
+    # Each group of four ranks processes four micro-batches, each with one sample. In a micro-batch,
+    # a layer gathers its hidden states four times, or six times if it is recomputed, and the head
+    # gathers its weights. Each number has two bytes.
     gathers = 4 if recompute == "none" else 6
     gathered = gathers * LAYERS * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
     assert sent(result, "all-gather", 4) == pytest.approx(4 * share(4) * gathered)
@@ -156,8 +158,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
 def test_pipeline_sends_the_bytes_of_the_formula(gpus):
     arguments = f"{MODEL} --pipeline-parallel-size 2"
     result = run(SCRIPTS["07"], gpus, arguments)
-    # The first rank sends the hidden states of its two micro-batches to the next stage. This rank
-    # gathers its only layer and its embedding once for all micro-batches.
+    # The first rank sends the hidden states of its two micro-batches to the next stage. The first
+    # rank also gathers its only layer and its embedding, once for both micro-batches.
     assert sent(result, "send") == 2 * 2 * LENGTH * WIDTH
     gathered = 2 * (LAYER + VOCABULARY * WIDTH)
     assert sent(result, "all-gather") == pytest.approx(share(gpus // 2) * gathered)
@@ -166,7 +168,8 @@ def test_pipeline_sends_the_bytes_of_the_formula(gpus):
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("style", ["gather", exhaustive("ulysses")])
 def test_context_parallelism_sends_the_bytes_of_the_formula_and_never_waits(style, gpus):
-    # The keys are as wide as the hidden states. Four ranks process four micro-batches.
+    # The keys are as wide as the hidden states. Each group of four ranks processes four
+    # micro-batches.
     size, keys, micro_batches = 4, WIDTH, 4
     arguments = f"{MODEL} --context-parallel-size {size} --context-parallel-style {style}"
     result = run(SCRIPTS["08"], gpus, arguments)
@@ -186,13 +189,14 @@ def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
     # and in the backward pass. A token's hidden state has 128 numbers of two bytes.
     per_pass = 2 * 3 * 256 * 2 * 128 * 2
     assert sent(result, "all-to-all", size) == pytest.approx(2 * per_pass * share(size), rel=0.01)
-    # In each of three layers, the host waits for the numbers of tokens that the ranks exchange.
+    # In each of three layers, the host waits until it knows how many tokens the ranks exchange.
     [wait] = [row for row in result["waits"] if row["phase"].startswith("step 2")]
     assert wait["function"] == "dispatch" and wait["times"] == 3
 
 
-# Each value has a number of ranks, flags, and the collectives to compare. Leave out all-to-all,
-# because on a CPU, DTensor uses an all-gather in place of an all-to-all.
+# Each value has a number of ranks, flags, and the kinds of collectives to compare. Leave out
+# all-to-all: on a CPU, DTensor uses an all-gather in its place. In chapter 09, the bytes of an
+# all-to-all depend on the data, which the dry run lacks.
 REAL_RANKS = {
     "02": [2, "--batch-size 2", "all-reduce"],
     "04": [4, "--replicas 2 --batch-size 1", "all-gather reduce-scatter all-reduce"],
@@ -277,8 +281,8 @@ def test_peak_equals_the_planner(name):
     gpus, words, *ranks = LAYOUTS[name]
     result = run(SCRIPTS[name.partition(" ")[0]], gpus, f"{SMALL_8B} {words}", *ranks)
     assert not result["problem"], result["problem"]["traceback"]
-    # Allow a difference in two cases. For a pipeline, the planner simulates one micro-batch, and
-    # adds the memory of the other micro-batches. For LoRA, the planner ignores the mask of
+    # Allow a larger difference in two cases. For a pipeline, the planner simulates one micro-batch,
+    # and adds the memory of the other micro-batches. For LoRA, the planner ignores the mask of
     # conversations.
     relative = {"07": 0.03, "lora": 0.02}.get(name.partition(" ")[0])
     tolerance = {"rel": relative} if relative else {"abs": dry_run.GIB / 100}
@@ -292,7 +296,8 @@ WITHOUT_EFFECT = """
     checkpoint_async checkpoint_every compile dataset_name experiment_name keep_checkpoints lr
     num_steps pretrained text_column wandb_id warmup_steps
 """.split()
-# Deeper models run with fewer layers, so that all commands together take less than 15 minutes.
+# Models with more layers than this run with fewer layers, so that all commands together take less
+# than 15 minutes.
 MAX_LAYERS = 28
 PEAKS = {}
 
@@ -304,7 +309,7 @@ def options_of(command, *more_arguments):
 
 
 def peaks_of(command, ranks, *more_arguments):
-    """Run a command under the dry run; return the peak bytes of all tensors by (rank, phase)."""
+    """Run a command under the dry run; return the peak bytes on the GPU by (rank, phase)."""
     options = options_of(command, *more_arguments)
     dry_run.load_script(options)
     peaks = {}
@@ -316,13 +321,13 @@ def peaks_of(command, ranks, *more_arguments):
 
 
 def peak_of(command, args):
-    """Return the peak memory of a command, which is the bytes of all tensors on its fullest rank.
+    """Return the peak memory of a command: the bytes of all tensors on the GPU of its fullest rank.
 
-    Run at most two micro-batches per stage. Without a pipeline, further micro-batches do not raise
-    the peak. In a pipeline, a rank keeps hidden states of each micro-batch, so the peak of chapter
-    07's command with all its 64 micro-batches is 1.5% higher. Run a deep model with two small
-    numbers of layers, and extend the line through the two peaks of each phase to the real number of
-    layers.
+    Run at most two micro-batches; in a pipeline with S stages, run at most 2 S micro-batches.
+    Without a pipeline, further micro-batches do not raise the peak. In a pipeline, a rank keeps
+    hidden states of each micro-batch, so the peak of chapter 07's command with all its 64
+    micro-batches is 1.5% higher. Run a deep model with two small numbers of layers, and extend the
+    line through the two peaks of each phase to the real number of layers.
     """
     stages, changes = getattr(args, "num_stages", 1), []
     ranks = [command.gpus - 1] if stages == 1 else [0, command.gpus - 1]
@@ -345,7 +350,7 @@ def peak_of(command, args):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", real_commands(), ids=lambda command: command.name)
 def test_real_command_fits(command, monkeypatch):
-    """Run each command that real_commands() finds, so that a new command needs no new test."""
+    """Check each command that real_commands() finds, so that a new command needs no new test."""
     monkeypatch.chdir(ROOT)
     options = options_of(command)
     args = dry_run.load_script(options)
@@ -358,8 +363,8 @@ def test_real_command_fits(command, monkeypatch):
 
 
 # ---- faults ----------------------------------------------------------------------------------
-# Each fault has a text of the script, a replacement for this text, the line that the dry run
-# reports, and the reason that it prints.
+# Each fault has a text of chapter 08's script, a replacement for this text, a part of the line that
+# the dry run must report, and a part of the reason that it must print.
 FAULTS = {
     "total on the CPU": (
         "total_loss = torch.zeros((), device=device)\n    for micro_step",
@@ -434,13 +439,15 @@ BAD = {
     "--gpus 0": "argument --gpus: must be at least 1, not 0",
     "--gpus 12": "--gpus 12: not divisible by --gpus-per-node 8; choose a multiple",
     "--gpus 8 --rank foo": "--rank foo: unknown rank; choose from 0 to 7, or last",
-    # The script itself reports this error, because the dry run lets the script check its flags.
+    # The script itself reports this error, because the dry run lets the script check the script's
+    # flags.
     "--gpus 3": "--global-batch-size 32: not divisible by 3 data-parallel ranks; choose a multiple",
     "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7, or last",
 }
 GUARD = 'if __name__ == "__main__":'
 # Each case has a text of chapter 04's script, a replacement for this text, and a part of the error
-# that the dry run reports.
+# that the dry run must report. `.*` stands for the entire script. TRAIN stands for code that the
+# dry run must not execute.
 OTHER_SCRIPTS = {
     "own script": (".*", "TRAIN", "because it lacks parse_args, setup, build_model"),
     "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),

@@ -37,13 +37,13 @@ FSDP = "04-fsdp/train_llm.py"
 
 FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
     --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
-# End the run for the damaged checkpoint after 20 steps; a second start of this run finds the
-# damage.
+# The run with the fault corrupt-checkpoint ends after 20 steps. Its second start then fails,
+# because it reads the damaged checkpoint.
 RESUME = "--num-steps 20".split()
-# Faults begin after the first checkpoint, which the runs save in step 10.
+# Faults begin after the first checkpoint, which the runs with FLAGS save in step 10.
 FIRST_STEP = 12
-# whats_wrong.py waits at least 10 s before it reports that a rank hangs. This limit in seconds
-# leaves time for a busy machine.
+# Wait at most this number of seconds for a verdict. whats_wrong.py waits at least 10 s before it
+# reports that a rank hangs, and a busy machine needs more time.
 PATIENCE = 90
 
 
@@ -90,7 +90,7 @@ HEALTHY_CASES = [Case("healthy", script, 0, "healthy") for script in (STRANGER, 
 
 # ---- broken runs -------------------------------------------------------------------------------
 def script_words(case, folder):
-    """Return the command of a case, without Python: the script and its arguments.
+    """Return the words of a case's command after "python": the script and its arguments.
 
     If inject.py makes the fault, inject.py and its argument come first.
     """
@@ -109,8 +109,8 @@ def started(case, folder, words):
     ranks = 2 if case.script == STRANGER else 3
     watched = [CHAPTER / "watched.py", "--into", folder / "run", "--stall", 15]
     command = list(map(str, launch_command(ranks, [*watched, *words])))
-    # Limit each process to 1,024 open files, which is a common limit, so that a leak of files soon
-    # fails.
+    # Limit each process to 1,024 open files, which is a common limit, so that a process that leaks
+    # files soon fails.
     command = ["bash", "-c", f"ulimit -S -n 1024 && exec {shlex.join(command)}"]
     # With this variable, torchrun kills ranks that still run one second after SIGTERM.
     env = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
@@ -131,7 +131,8 @@ def ask(folder, *flags):
 def verdict_on(case, folder, first_sign):
     """Wait until the log has the text `first_sign`, and then until whats_wrong.py finds a fault.
 
-    Return a row of the published table, with the verdict and the seconds until the verdict.
+    Return a row for the published table. It has the verdict, and the seconds from the text in the
+    log to the verdict.
     """
     log = folder / "log"
     wait_until(lambda: first_sign in log.read_text(), 240, f"the log has {first_sign!r}")
@@ -159,7 +160,10 @@ def line_of(case):
 
 
 def symptoms(log):
-    """Return the lines of a log that report problems of ranks or of torchrun, each line once."""
+    """Return the lines of a log that report problems of ranks or of torchrun, each line once.
+
+    Cut a long line after 160 characters.
+    """
     telling = r".*breaks in step|warning|train_llm.py: error|(\[rank\d\]: )?\w*(Error|Exception)\b"
     lines = [line[:160] for line in log.read_text().splitlines() if re.match(telling, line)]
     return list(dict.fromkeys(lines))
@@ -167,7 +171,7 @@ def symptoms(log):
 
 @pytest.fixture
 def record(request):
-    """Return a function that replaces the published row of a case, if --record is given.
+    """Return a function that replaces a case's published row; without --record, it does nothing.
 
     The file RESULTS names the machine of the first recorded row. Delete the file before you record
     all cases on a different machine.

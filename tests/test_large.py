@@ -51,7 +51,7 @@ def test_head_computes_its_logits_once(load, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_model_too_large_for_chapter_04_trains_in_chapter_05(tmp_path):
-    """Check that each of two ranks needs more than 3 GiB in chapter 04, but not in chapter 05."""
+    """Check that rank 0 of two ranks needs more than 3 GiB in chapter 04, but not in chapter 05."""
     peaks = {}
     for chapter, more in (("04", ""), ("05", "--recompute full")):
         words = f"""{more} --config num_hidden_layers=16 hidden_size=512 intermediate_size=1408

@@ -27,7 +27,7 @@ from in_process import Captured
 from marks import exhaustive, slow
 from runs import last_logged_step
 
-# srun sets these variables for rank 3 of four ranks, which has local rank 1.
+# srun sets these variables for rank 3 of four ranks. The local rank of rank 3 is 1.
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 SRUN |= {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -48,7 +48,7 @@ def test_ranks_under_srun_meet_on_the_first_node_at_a_port_of_their_step(
     load("03").adopt_launcher()
     adopted = [os.environ[name] for name in (*NUMBERS, "MASTER_ADDR")]
     assert adopted == ["3", "4", "1", first]
-    # The port is 10,000 + 10 times the job's id + the step's id.
+    # The port is 10,000 + (10 × the job's id + the step's id) modulo 20,000.
     assert os.environ["MASTER_PORT"] == "10770"
 
 
@@ -123,8 +123,8 @@ def test_rank_uses_the_gpu_of_its_number_or_its_only_gpu(
 
 # ---- runs that are stopped or killed -----------------------------------------------------------
 
-# The small model takes many steps in a second. During this long warmup, the learning rate of a step
-# does not depend on --num-steps.
+# A run with these flags takes many steps in a second. During its long warmup, the learning rate of
+# a step does not depend on --num-steps.
 LONG = [*SHORT, "--seq-length", 32, "--config", "num_hidden_layers=1", "--lr", 0.3]
 LONG += ["--warmup-steps", 10_000, "--checkpoint-every", 100, "--eval-every", 10_000, "-e", "run"]
 ENDLESS = ["--num-steps", 10_000]
@@ -165,7 +165,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
     step = int(re.search(r"^stopped at step (\d+);", output, re.M)[1])
     assert (run_dir / f"checkpoints/step-{step:08}").exists()
     assert not (run_dir / "model").exists() and "terminate called" not in output
-    # Do not remove the file `stop`, because the next start removes it.
+    # Resume the run for ten steps. The script itself removes the file `stop` when it starts.
     args += ["--num-steps", step + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "ranks")
     assert f"/step-{step:08}" in first["stdout"] and "finished" in first["stdout"]
@@ -186,7 +186,7 @@ def start_under_torchrun(chapter, args, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["02", exhaustive("03")])
 def test_worker_dies_with_its_launcher(chapter, tmp_path):
-    """Kill torchrun with SIGKILL, and start the same run at once; no old worker may disturb it."""
+    """Kill torchrun with SIGKILL, and restart the run; no old worker may disturb the new run."""
     args = [*LONG, "--checkpoint-every", 10, "--save-dir", tmp_path]
     launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2

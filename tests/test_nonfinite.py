@@ -47,7 +47,7 @@ FATAL = [
 def test_steps_after_a_bad_gradient_change_nothing(
     load, one_rank_group, monkeypatch, name, flags, cause, fatal_steps
 ):
-    """Check that even later finite gradients change no weight, moment or step count of AdamW."""
+    """Check that even finite gradients change no weight or AdamW state after a bad gradient."""
     chapter, device, found = load(name), torch.device("cpu"), []
     args, model, optimizer, train_set, _ = prepare_training(chapter, *ARGS, *flags)
     chapter.train_step(args, model, optimizer, train_set, 1, device)

@@ -13,8 +13,8 @@ from chapters import chapters
 from conftest import ROOT, run_command
 from readme import blocks
 
-# Each key is a text that a reader may search for. One of the first three results must lead to the
-# section of a page that is the key's value.
+# Each key is a text that a reader may search for, and its value is a section of a page. One of the
+# first three results of the search must lead to this section.
 ENTRIES = {
     "out of memory": "diagnosing-errors/faults.html#device-out-of-memory",
     "nccl timeout": "docs/questions.html#row-nccl-timed-out",

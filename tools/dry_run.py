@@ -46,8 +46,8 @@ from training_step import (  # noqa: E402
 )
 
 GIB = 2**30
-# Each key is a function of the scripts. Its value names the phase that begins when a script calls
-# the function.
+# Each key is the name of a function in a script. The value names the phase that begins when the
+# script calls this function.
 PHASES = {
     "build_model": "build",
     "shard": "shard",
@@ -59,8 +59,8 @@ PHASES = {
 }
 # The script is in one of these phases while it runs no function in PHASES.
 OUTSIDE = ["start", "between steps"]
-# Refuse a script without these functions. The dry run replaces them or follows their calls, so
-# without them the script would read data, write files, or never end.
+# Refuse a script that lacks one of these functions and classes. The dry run replaces or wraps most
+# of them, so that the script reads no data, writes no files, and ends after two steps.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
 NEEDED += ["train_step", "main"]
 # The dry run refuses scripts that import these frameworks, because it cannot simulate them.
@@ -79,7 +79,10 @@ inputs are in bf16 or fp16, there is no mask, and the GPU is an A100 or newer.""
 
 
 def parse_args(argv=None):
-    """Return the parsed command line; exit with an error if the dry run cannot run the script."""
+    """Return the parsed command line.
+
+    Exit with an error if a flag has a wrong value, or if the dry run does not support the script.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -142,9 +145,10 @@ def check_script(path):
 def ranks_to_run(options, args):
     """Return the ranks that --rank names; without --rank, return at most five ranks.
 
-    The five ranks are rank 0, the last rank, the first rank of the last pipeline stage and, in the
-    first and in the last stage, the first rank with the last part of the sequences. `args` has the
-    script's arguments.
+    Three of the five ranks are rank 0, the last rank, and the first rank of the last pipeline
+    stage. The other two ranks have the last part of each sequence: they are the first rank with
+    this part in the first stage, and the first rank with this part in the last stage. `args` has
+    the script's arguments.
     """
     if options.rank:
         return options.rank
@@ -160,9 +164,10 @@ def ranks_to_run(options, args):
 
 
 def load_script(options):
-    """Import the script, replace its functions that need GPUs or files, and return its arguments.
+    """Import the script, replace some of its functions, and return its parsed arguments.
 
-    Store the script's module in `options.module`, and the Watch of its run in `options.watch`.
+    Most of the replaced functions need a GPU, saved weights, or other ranks. Store the script's
+    module in `options.module`, and the Watch of its run in `options.watch`.
     """
     # Let a changed copy of a script import files from the copy's folder.
     sys.path.append(str(Path(options.script).parent))
@@ -178,8 +183,8 @@ def load_script(options):
     # Read and save nothing, because the weights of the dry run have no data.
     module.load_checkpoint = lambda *_: 0
     module.read_weights = module.save_checkpoint = lambda *_: None
-    # Let check_shared() write the file that stop_requests() reads. Do not check whether all ranks
-    # see this file, because this process simulates only one rank.
+    # Let check_shared() only write the file that stop_requests() renames. Do not check whether all
+    # ranks see this file, because this process simulates only one rank.
     module.check_shared = lambda folder: (folder / ".probe").write_text(module.PROCESS)
     return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
@@ -195,22 +200,23 @@ def shorten(module):
     def parse_short_run():
         args = parse_args()
         args.compile = args.pretrained = args.checkpoint_async = False
-        # Schedule the next evaluation for step 3, which never runs, because as_phase() ends the run
-        # after step 2.
+        # After the evaluation before step 1, schedule the next evaluation for step 3. Step 3 never
+        # runs, because the run ends after step 2.
         args.num_steps = args.eval_every = 3
         args.log_every, args.wandb = 1, "disabled"
         return args
 
     def build_data(args, _):
-        # Let all samples share the memory of one token, because nothing reads the samples' values.
+        # Let all samples share the memory of one token, because the values of their tokens do not
+        # matter.
         samples = torch.zeros(1, 1, dtype=torch.int32)
         samples = samples.expand(3 * args.global_batch_size, args.seq_length)
         held_out = samples[: args.global_batch_size // args.accumulation]
         return module.Samples(args.seed, samples, iter(())), held_out
 
     def count_pairs(samples):
-        # Pretend that each sample has one pair of answers, because the script would otherwise read
-        # the largest number of pairs from a fake tensor, which has no values.
+        # Pretend that the largest number of pairs of answers in a sample is 1. Without this, the
+        # script would read this number from a fake tensor, which has no values.
         numbers = count_real_pairs(samples)
         numbers.max = lambda: types.SimpleNamespace(item=lambda: 1)
         return numbers
@@ -226,8 +232,9 @@ def shorten(module):
 def add_phases(module, watch, progress):
     """Wrap the functions of `module` that PHASES names, so that each call sets `watch.phase`.
 
-    The end of step 2 raises EndOfRun. Call `progress` with the name of each phase that begins
-    outside of all other phases.
+    A wrapped function also calls `progress` with the name of its phase, unless it runs inside a
+    different wrapped function. When the second call of train_step() returns, its wrapper raises
+    EndOfRun.
     """
     steps = itertools.count(1)
 
@@ -257,16 +264,17 @@ def add_phases(module, watch, progress):
 def run_rank(options, rank, sender):
     """Run the script as rank number `rank`, and send the result through the pipe `sender`.
 
-    The result has the rank's memory, collectives and waits and, if the script failed, the error.
+    The result has the rank's memory, collectives and waits. If the script failed, the result also
+    has the error.
     """
-    # Hide torch's warnings about the missing data of fake tensors.
+    # Hide all warnings, because torch may warn about the missing data of fake tensors.
     warnings.simplefilter("ignore")
     module, watch, began, problem = options.module, options.watch, time.perf_counter(), None
     fake_machine.add_ranks(options, rank)
     fake_machine.add_gpu(options, watch)
     watch.watch_torch()
     shorten(module)
-    # From now on, the rank's result reports the script's errors.
+    # Raise the script's error messages as exceptions, so that the rank's result can report them.
     module.fail = raise_message
 
     def progress(phase):
@@ -310,13 +318,14 @@ def raise_message(message):
 
 
 def describe(options, error):
-    """Return a dictionary with the script's line that raised `error`, the reason and the traceback.
+    """Return a dictionary with the line number, the reason and the traceback of an error.
 
-    The line is 0 if the traceback has no line of the script. The reason is one line of text.
+    The line number belongs to the script's last line in the traceback. It is 0 if the traceback has
+    no line of the script. The reason is one line of text.
     """
     trace = "".join(traceback.format_exception(error))
-    # Go back to the original error, because the script and torch replace the messages of some
-    # errors.
+    # Find the original error, because the script and torch catch some errors, and raise new errors
+    # in their place.
     if isinstance(error, ScriptError) and error.__context__:
         error = error.__context__
     while error.__cause__:
@@ -412,7 +421,7 @@ def show(options, results):
 
 
 def verdict(options, result):
-    """Return a few words on whether a rank completes two steps and fits in the GPU's memory."""
+    """Return the verdict on a rank, such as "fits; 20.00 GiB are free" or "fails at line 700"."""
     if result["problem"]:
         return f"fails at line {result['problem']['line']}"
     margin = gib(abs(result["margin"]))
@@ -427,7 +436,8 @@ def verdict(options, result):
 def show_memory(options, result):
     """Print the GPU memory of each kind of tensor at the moment when a rank needs the most memory.
 
-    Also print the peak of each phase, and the peak of the rank's CPU memory in a step.
+    Leave out kinds below 0.005 GiB. Also print the peak of each phase that is not in OUTSIDE, and
+    the peak of the rank's CPU memory in a step.
     """
     fullest = result["fullest"]
     if not fullest["bytes"]:
@@ -466,7 +476,10 @@ def show_sent(options, result):
 
 
 def show_collective(row):
-    """Print a table row: the calls, GB and seconds of one kind of collective in one script line."""
+    """Print a table row with the calls, GB and seconds of one kind of collective.
+
+    The row counts only the collectives that one line of the script calls in one phase.
+    """
     kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
     part = row["phase"].partition(", ")[2]
     part = part or ("loop" if row["phase"] in OUTSIDE else "forward")
@@ -493,7 +506,7 @@ def show_waits(options, result):
 
 
 def line_of(options, line):
-    """Return line number `line` of the script as text, after the script's path and the number."""
+    """Return a text with the script's path, the number `line`, and the code of this line."""
     text = linecache.getline(options.script, line).strip()
     return f"  {name_of(options)}:{line}: {text}"
 
@@ -510,9 +523,10 @@ def gib(size):
 
 
 def main():
-    """Print the report; exit with 0 if each rank that ran completes two steps and fits on its GPU.
+    """Run the chosen ranks, and print the report or, with --json, the results.
 
-    Otherwise, exit with 1.
+    Exit with 0 if each of these ranks completes two steps and fits on its GPU. Otherwise, exit with
+    1.
     """
     options = parse_args()
     results = run_ranks(options, ranks_to_run(options, load_script(options)))

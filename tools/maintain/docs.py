@@ -29,12 +29,15 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 def current_folder():
-    """Return the folder of the README that cog processes."""
+    """Return the folder of the file that cog processes: a README or a file of arguments."""
     return Path(sys.modules["cog"].inFile).resolve().parent
 
 
 def current_scripts():
-    """Return the paths of the scripts of the parent chapter and of the README's chapter."""
+    """Return two paths: the script of the parent chapter, and the script of the current chapter.
+
+    The current chapter is the chapter whose README cog processes.
+    """
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     return chapters()[parent_of(chapter)], chapters()[chapter]
 
@@ -62,9 +65,10 @@ def listing(path, *names, only=""):
 
 
 def hunk(*names, only=""):
-    """Print the diff of the named functions between the parent chapter's script and this chapter's.
+    """Print changed lines of the named parts of the current chapter's script, as a diff.
 
-    Show only the changed lines that the pattern `only` matches.
+    Compare the script with the parent chapter's script, and print only the changed lines that the
+    pattern `only` matches. A part is a function, a class or a constant.
     """
     lines, by_part = [], diff_by_part(*current_scripts())
     for name in names:
@@ -85,9 +89,9 @@ def hunk(*names, only=""):
 
 
 def all_changes():
-    """Print a folded list of the flags and parts that a chapter's script adds, changes or drops.
+    """Print a folded list of the flags and parts that the current chapter adds, changes or drops.
 
-    Compare the script with the script of the parent chapter.
+    Compare the chapter's script with the script of the parent chapter.
     """
     print("<details><summary>Everything that changes</summary>", "", sep="\n")
     for kind, names in changes(*current_scripts()).items():
@@ -114,15 +118,15 @@ def sample(name, head=None, tail=0, speed=True):
 
 
 def fault(name, log_lines=0):
-    """Print the first lines of the log of a run with the fault `name`, and the verdict on this run.
+    """Print lines of the log of a run with the fault `name`, and the verdict of whats_wrong.py.
 
-    whats_wrong.py gave the verdict. Leave out the verdict's last line, because it names the section
-    that shows the verdict.
+    Print the first `log_lines` of the recorded lines, which report problems. Leave out the
+    verdict's last line, because it refers to the section of faults.md that shows this verdict.
     """
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
-    # Choose a row whose text has the recorded verdict, because whats_wrong.py may have printed a
-    # different verdict when it ran again.
+    # Choose a row whose "text" has the verdict in "said". The two values come from two runs of
+    # whats_wrong.py, which may have found different faults.
     row = next(row for row in rows if row["said"].upper() in row["text"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()[:-1]
     log = [line for line in row["log"] if "ChildFailedError" not in line][:log_lines]
@@ -130,7 +134,7 @@ def fault(name, log_lines=0):
 
 
 def plan(config):
-    """Print the planner's verdict on a model, such as "llama-3.1-8b", as lines of comments."""
+    """Print the planner's verdicts on a model, such as "llama-3.1-8b", as lines of comments."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
     for name, gpus, verdict in re.findall("(.*) on (.*?): (.*)", text):
         if name.lower().endswith(config):
@@ -147,10 +151,12 @@ def tensor_plan():
 
 
 def checks_of(file):
-    """Return the table rows of a file of gpu_check.py's results, and the skipped checks by reason.
+    """Summarize a file with results of gpu_check.py.
 
-    A row stands for all checks whose names begin with the same word, or for one check of speed. For
-    each number that these checks measure, the row has the lowest and the highest value.
+    Return the rows of a table, and a dictionary from each reason for skipping to the names of the
+    skipped checks. A row stands for all checks whose names begin with the same word, or for one
+    check of speed. For each number that these checks measured, the row has the lowest and the
+    highest value.
     """
     rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
@@ -163,7 +169,11 @@ def checks_of(file):
 
 
 def summary_of(kind, rows):
-    """Return the table row of one kind of check: its name, its verdict and its numbers."""
+    """Return a table row for all checks of one kind: a name, the number that passed, and values.
+
+    The name and the reason of each failed check follow the number. For each value that the checks
+    measured, the row has a range. `rows` has a row for each check.
+    """
     failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
     values_by_name = defaultdict(list)
     for name, value in (pair for row in rows for pair in row["numbers"].items()):
@@ -199,9 +209,11 @@ def script(path):
 
 
 def chapter_rows(*names):
-    """Yield a table row for each named chapter: its script's first sentence, length and changes.
+    """Yield a table row for each named chapter; without names, yield a row for every chapter.
 
-    Without names, yield a row for every chapter.
+    The row has the chapter's folder and page, the first sentence of the script, and the number of
+    lines. It also has the numbers of lines that are added and removed, compared with the parent's
+    script.
     """
     for name, path in chapters().items():
         if names and name not in names:
@@ -220,9 +232,10 @@ def chapter_rows(*names):
 
 
 def flag_rows(chapter, *names):
-    """Yield a dictionary for each named flag of a chapter: the flag's name and its declaration.
+    """Yield a dictionary for each named flag of a chapter's script.
 
-    The declaration has the syntax tree of each keyword's value, such as the value of `default`.
+    The dictionary has the flag's name under the key "name". Each other key is a keyword of the
+    flag's declaration, such as "default", with the syntax tree of its value.
     """
     declared = flags(chapters()[chapter].read_text())
     for name in names:
@@ -245,7 +258,8 @@ def flag_table():
             known.add(flag)
             [row] = flag_rows(name, flag.removeprefix("--"))
             default = row.get("default", ast.Constant("off" if "action" in row else "none"))
-            # Only one flag has a variable as its default: the name of the script's folder.
+            # Only --experiment-name has a variable as its default. Describe this variable in words:
+            # it is the name of the script's folder.
             value = "its folder's name" if isinstance(default, ast.Name) else ast.unparse(default)
             value = {"True": "on", "[]": "none"}.get(value, value.strip("'\""))
             help_text = texts.get(ast.unparse(row["help"])) or getattr(row["help"], "value", None)
@@ -256,7 +270,7 @@ def flag_table():
 
 
 def reason_of(row):
-    """Return the error line that refuses a model, with placeholders for details of this model."""
+    """Return the error message of a refused model, with placeholders for details of this model."""
     reason = row["refused"].replace(row["family"], "NAME")
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
@@ -265,7 +279,11 @@ def reason_of(row):
 
 
 def family_table():
-    """Return a table of the results of model families; families with equal results share a row."""
+    """Return the columns, the rows and the error messages of a table of model families.
+
+    Families with equal results share a row. A result is "yes", the number of an error message, or
+    an empty text if the family was not tested in the column's chapter.
+    """
     results, messages = defaultdict(dict), []
     rows = load("families.json")["rows"]
     columns = sorted({row["chapter"] for row in rows})
@@ -278,7 +296,7 @@ def family_table():
     families = defaultdict(list)
     for family, by_chapter in sorted(results.items()):
         name, *settings = family.split("+")
-        # Leave the cell empty if the family was not trained in the chapter of this column.
+        # Leave a cell empty if the family was not tested in the chapter that the column stands for.
         pattern = tuple(by_chapter.get(column, "") for column in columns)
         families[pattern].append(" ".join([name, *(f"`{setting}`" for setting in settings)]))
     rows = sorted(families.items(), key=lambda row: (-row[0].count("yes"), -len(row[1])))
@@ -293,7 +311,10 @@ def at(scene, strategy, devices):
 
 
 def gain(point, other_point):
-    """Return the ratio of the predicted speeds at two points (scene, strategy, devices)."""
+    """Divide the predicted speed at `point` by the predicted speed at `other_point`.
+
+    A point is a scene, a strategy and a number of devices.
+    """
     return at(*point)["tokens_per_second"] / at(*other_point)["tokens_per_second"]
 
 
@@ -308,10 +329,11 @@ def fastest(row, ways):
 
 
 def job(seq_length):
-    """Return the 70B job of docs/train-a-70b-on-64-gpus.md as a dictionary.
+    """Return a dictionary that describes the 70B job of docs/train-a-70b-on-64-gpus.md.
 
-    It has the plans of the job, and the numbers of the fastest layout. `total` is the number of
-    tokens per second of all GPUs together. A step takes `step` seconds.
+    The dictionary has the plans of the job for samples of `seq_length` tokens, and the numbers of
+    the fastest plan. "total" is the number of tokens per second of all GPUs together. "step" is the
+    time of a step in seconds.
     """
     row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
     best = row["predicted"][0]
@@ -339,9 +361,10 @@ def misses(rows):
 
 
 def mixture(name):
-    """Return a dictionary for each plan in a sample of docs/pretrain-a-mixture.md.
+    """Return a dictionary for each plan in the sample `name` of docs/pretrain-a-mixture.md.
 
-    `total` is the number of tokens per second of all GPUs together. A step takes `step` seconds.
+    "total" is the number of tokens per second of all GPUs together. "step" is the time of a step in
+    seconds.
     """
     text = (ROOT / "assets/samples" / f"{name}.txt").read_text()
     pattern = r"layout:(.*)\n +all tensors +(\S+) GiB\nspeed: (\S+) tokens/s.*@(\d+)"
@@ -376,7 +399,10 @@ def files(pattern):
 
 
 def macros():
-    """Return functions that print the results of macros, by the macro's name in tables.jinja."""
+    """Return a dictionary with a function for each macro in tables.jinja, by the macro's name.
+
+    The function passes its arguments to the macro, and prints the result.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -406,7 +432,11 @@ globals().update(macros())
 
 # ---- the command -----------------------------------------------------------------------------
 def main():
-    """Write all generated parts with cog; with --check, exit with 5 if a part is out of date."""
+    """Write all generated parts with cog.
+
+    With --check, write nothing; print the parts that are out of date, and exit with 5 if there are
+    any.
+    """
     files = [*readmes(), *sorted(ROOT.glob("*/configs/*.args"))]
     options = ["--check", "--diff"] if sys.argv[1:] == ["--check"] else ["-r"]
     command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, files)]

@@ -23,8 +23,8 @@ class Block:
     needs: str = ""
     # The file with this name under assets/samples holds the output of the block.
     sample: str = ""
-    # The README shows two parts of the output, which have these numbers of lines: the first lines
-    # and the last lines. An empty tuple stands for all lines.
+    # The README shows only the first and the last lines of the output. This tuple holds the two
+    # numbers of lines. If it is empty, the README shows all lines.
     shown: tuple = ()
 
 
@@ -67,7 +67,10 @@ def commands():
 
 
 def shown(sample, output):
-    """Return the part of an output that READMEs show: all lines, or its first and last lines."""
+    """Return the lines of `output` that READMEs show: all lines, or the first and the last lines.
+
+    `sample` is the name of the output's file in assets/samples.
+    """
     parts = [block.shown for block in commands() if block.sample == sample]
     if () in parts:
         return output

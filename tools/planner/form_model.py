@@ -41,7 +41,7 @@ def bytes_of(row, samples, length):
 
 
 def segments_of(setting):
-    """Return the bytes of tensors in each segment of a step, by the segment's name.
+    """Return the bytes of tensors at the start and at the peak of each segment of a step, by name.
 
     This function replaces segments_of() of activations.py, which needs torch.
     """
@@ -67,7 +67,7 @@ def active_numbers(model):
 
 
 def stages_of(setting):
-    """Return a Model for each rank of a pipeline, with one tensor-parallel rank's weights."""
+    """Return a Model for each rank of a pipeline, with the weights of one tensor-parallel rank."""
     facts, tensor = setting.model.built, str(setting.tensor_parallel_size)
     stages = f"{setting.pipeline_parallel_size} {setting.num_stages}"
     key = facts["active"], tensor, stages
@@ -94,7 +94,7 @@ def words_without_layout(args, chapter):
 
 
 def layout_of(args, chapter, words, line):
-    """Return the setting, the command and the speed of a layout.
+    """Return a dictionary with the setting, the command and the speed of a layout.
 
     Return None if the chapter's script would refuse the layout.
     """
@@ -120,8 +120,8 @@ def layout_of(args, chapter, words, line):
     multiple = stages if setting.pipeline_schedule == "interleaved-1f1b" else 1
     if setting.accumulation < stages or setting.accumulation % multiple:
         return None
-    # From chapter 05 on, refuse a layout without segments, because form_facts.py recorded no
-    # segments if the script refused the model. A context-parallel layout is checked later.
+    # From chapter 05 on, refuse a layout whose segments form_facts.py has not recorded, because the
+    # script refused to split the model in this way. Context-parallel layouts are checked later.
     is_checked = chapter >= "05" and setting.context_parallel_size == 1
     if is_checked and key_of(setting) not in args.model.built["segments"]:
         return None
@@ -170,8 +170,8 @@ def plan(fields):
     return json.dumps([shown(args, layout) for layout in best_layouts(args)])
 
 
-# The form's bar shows these parts of the GPU memory at its peak. A last part, "other", has the
-# buffers for communication and the memory that the planner adds to the tensors.
+# The form's bar shows these parts of the GPU memory that is in use at the peak. A last part,
+# "other", has the buffers for communication and the memory that the planner adds to the tensors.
 BAR = {
     "weights": ["parameters", "gathered weights"],
     "gradients": ["gradients", "full gradients"],
@@ -181,7 +181,7 @@ BAR = {
 
 
 def shown(args, layout):
-    """Return the texts and numbers of a layout that the form shows."""
+    """Return a dictionary with the texts and numbers that the form shows for a layout."""
     found = {name: layout[name] for name in ("way", "fits", "command", "gpu_needs", "host_needs")}
     found["text"] = needs_text(layout)
     found["speed"] = speed_text(args, layout) if layout["fits"] else ""

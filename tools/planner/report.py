@@ -24,7 +24,10 @@ def speed_text(args, plan):
 
 
 def cost_text(args, plan):
-    """Return the number of tokens, the GPU-hours and the price of the run as text."""
+    """Return the number of tokens, the GPU-hours and the price of the run as text.
+
+    Leave out the price if no price per GPU-hour is given.
+    """
     hours, millions = args.tokens / plan["speed"]["tokens_per_second"] / 3600, args.tokens / 1e6
     is_large = millions >= 1e3
     count = grouped(millions / 1e3 if is_large else millions, ".4g")
@@ -57,8 +60,9 @@ def text_of(size):
 def verdict(plan, sizes=False):
     """Return "fits", or "tight" or "no" with the names of the memories that cause this verdict.
 
-    A memory is tight if less than a tenth of its planned use stays free. With `sizes`, also give
-    the free or missing bytes.
+    "no" names each memory that is too small. "tight" names each memory whose free part is smaller
+    than a tenth of the size that the plan needs. With `sizes`, also give the size of the missing or
+    free part.
     """
     margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
     too_small = [name for name, size in margins.items() if size < 0]

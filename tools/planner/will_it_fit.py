@@ -46,7 +46,7 @@ SETTINGS = {
     "05 --cpu-offload --recompute selective": {"cpu_offload": True, "recompute": "selective"},
     "05 --cpu-offload --recompute full": {"cpu_offload": True, "recompute": "full"},
 }
-# These flags describe a run on a single rank: one copy of the model, and nothing is split.
+# These flags describe a run on a single rank, which holds one copy of the model and splits nothing.
 ALONE = "--replicas 1 --tensor-parallel-size 1 --pipeline-parallel-size 1"
 ALONE += " --context-parallel-size 1 --expert-parallel-size 1"
 
@@ -55,13 +55,14 @@ ALONE += " --context-parallel-size 1 --expert-parallel-size 1"
 
 
 def parse_args(argv=None):
-    """Parse the command line; the newest chapter's script parses and checks the training flags."""
+    """Return the parsed command line; the newest chapter's script parses the training flags."""
     parser = build_parser()
     set_defaults(parser, argv)
     args, args.training_words = parser.parse_known_args(argv)
     args.ranks = args.nodes * args.gpus_per_node
     words, ranks = args.training_words, args.ranks
-    # Parse the flags for a single rank, because each layout later sets and checks its own split.
+    # With --layouts, parse the flags for a single rank, because each layout later sets and checks
+    # its own split.
     if args.layouts:
         words, ranks = [*words, *ALONE.split()], 1
     vars(args).update(vars(parse_training_args(words, ranks)))
@@ -72,7 +73,7 @@ def parse_args(argv=None):
         args.training_words += ["--num-steps", str(steps)]
     args.tokens = args.tokens or args.num_steps * args.global_batch_size * args.seq_length
     if args.weights_dtype == "bf16" and args.precision == "fp32":
-        problem = "weights in bf16 cannot compute in fp32"
+        problem = "a model with weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
     is_peak_of_16_bits = args.gpu_tflops == parser.get_default("gpu_tflops")
     if args.precision == "fp32" and args.device != "cpu" and is_peak_of_16_bits:
@@ -100,7 +101,7 @@ def parse_args(argv=None):
 
 
 def build_parser():
-    """Build the parser for the planner's own flags: the plan, the machines and the speeds."""
+    """Build the parser for the planner's own flags on the plan, the machines and the speeds."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="All flags of the newest chapter's script are accepted, also from @FILE. The exit "
@@ -160,9 +161,10 @@ def build_parser():
 
 
 def make_plan(args):
-    """Return the plans of the chosen setting and of all settings, and the first setting that fits.
+    """Return a dictionary with the size of the model, and with its plans.
 
-    With --layouts, return the best layout of each way to split instead.
+    The plans come from plans_of_settings() or, with --layouts, from plans_of_layouts(). Exit with
+    an error if the model cannot be planned.
     """
     config, source = load_config(args)
     try:
@@ -178,7 +180,7 @@ def make_plan(args):
 
 
 def plans_of_layouts(args):
-    """Return the plan of the best layout of each way to split."""
+    """Plan the best layout of each way to split the model; return the plans under "layouts"."""
     if args.model.has_other_layers:
         fail("--layouts: the planner knows no speed of layers without attention; plan one layout")
     if not (layouts := best_layouts(args)):
@@ -187,10 +189,11 @@ def plans_of_layouts(args):
 
 
 def plans_of_settings(args):
-    """Return the plan of the chosen setting, and the plans of all settings of candidates().
+    """Return a dictionary with the plans of the chosen setting and of all settings of candidates().
 
-    "first" names the first setting that fits. "refused" has the reason for each setting that has no
-    plan.
+    "asked" is the plan of the chosen setting. "settings" has the plan of each setting of
+    candidates() by name, and "first" is the name of the first setting that fits, or None. "refused"
+    has the reason for each setting that has no plan.
     """
     asked, plans, refused = plan_of(setting_of(args, args.chapter)), {}, {}
     for name, changes in candidates(args).items():
@@ -203,11 +206,12 @@ def plans_of_settings(args):
 
 
 def candidates(args):
-    """Return the names of the settings to try, with the flags that each setting changes.
+    """Return a dictionary of the settings to try: by name, the values that each setting changes.
 
-    From chapter 06 on, several ranks share a sample. Chapters 02 and 04 would split the batch into
-    different micro-batches, so their settings are left out. With LoRA, they are left out, too,
-    because fine-tuning/lora is based on chapter 05.
+    With chapter 06 or later, leave out the settings of chapters 02 and 04. In most of these
+    chapters, several ranks share a sample, so chapters 02 and 04 would split the batch into
+    different micro-batches. With LoRA, leave out the same settings, because fine-tuning/lora is
+    based on chapter 05.
     """
     if args.chapter < "06" and not args.lora_rank:
         return SETTINGS
@@ -268,7 +272,7 @@ def show(args, plan):
 
 
 def show_layouts(args, plan):
-    """Print the assumptions and the memory of each layout.
+    """Print the machines, the assumed speeds, and the memory of each layout.
 
     Also print the speed and the command of each layout that fits.
     """
@@ -290,7 +294,7 @@ def show_rows(rows):
 
 
 def show_line(args, plan):
-    """Print in one line whether the chosen setting fits, its memory, and what the run costs."""
+    """Print one line about the chosen setting: whether it fits, its memory, and the run's cost."""
     plan, machines = plan["asked"], f"{args.nodes} × {args.gpus_per_node} GPUs"
     tensors, all_else = text_of(plan["gpu_total"]), text_of(plan["gpu_needs"])
     parts = [
@@ -304,7 +308,11 @@ def show_line(args, plan):
 
 
 def main():
-    """Print the plan; exit with 1 if the chosen setting, or every layout, is too large."""
+    """Print the plan; exit with 1 if the chosen setting does not fit.
+
+    With --layouts, exit with 1 if no layout fits. If the chosen setting fits, also write the file
+    of --write-config.
+    """
     args = parse_args()
     # Hide warnings, because readers would overlook an error message of one line among them.
     warnings.simplefilter("ignore")
