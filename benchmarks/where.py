@@ -153,7 +153,7 @@ def trace_steps():
 
 
 def where(args, folder):
-    """Trace each chapter; yield a row with the seconds per step, and each part's share of these."""
+    """Trace each chapter, and yield a row: the seconds of a step, and each part's share of it."""
     traces = args.trace or folder
     traces.mkdir(parents=True, exist_ok=True)
     # Chapters with several ranks use one rank per GPU, or two ranks without a GPU. They use fewer

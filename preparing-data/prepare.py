@@ -160,7 +160,7 @@ def part_of(text):
 
 
 def slurm_part():
-    """Return `k/n` for the part that a task of a Slurm array writes; outside an array, `0/1`."""
+    """Return `k/n` for the part that this task of a Slurm array writes; outside an array, `0/1`."""
     get = os.environ.get
     part = int(get("SLURM_ARRAY_TASK_ID", 0)) - int(get("SLURM_ARRAY_TASK_MIN", 0))
     return f"{part}/{get('SLURM_ARRAY_TASK_COUNT', 1)}"
@@ -228,7 +228,7 @@ def shard_of(path):
 def records_of(path, column):
     """Yield (number, record) for each record of a file, such as a row of a table or a paragraph.
 
-    The number counts from 1. It counts records in a Parquet file or a JSON array, and otherwise
+    In a Parquet file or a JSON array, the number counts records, from 1; in other files, it counts
     lines.
     """
     kind = match_name(path)["format"]
@@ -427,7 +427,7 @@ def reason_of(error):
 
 
 def shards_of(name):
-    """Return the shards of `name`, which is a file, a folder, a dataset of the hub, or built-in."""
+    """Return the shards of `name`, which is a file, a folder, a hub dataset, or built-in data."""
     path = Path(name)
     if name == "pydoc":
         text = "".join(topics.values()).encode()
@@ -503,7 +503,7 @@ def fingerprint_of(tokenizer):
 
 
 def num_workers(sources):
-    """Return the number of workers: 1 if the sources are known to be small, or one per core."""
+    """Return the number of workers: 1 for sources known to be small, and otherwise 1 per core."""
     sizes = [shard.size for source in sources for shard in source.shards]
     return 1 if all(sizes) and sum(sizes) < SMALL else num_cores()
 
@@ -876,7 +876,7 @@ def write(path, data):
 
 
 def describe(args, sources, tokenizer):
-    """Return the content of index.json: facts that determine the pieces, or that readers need."""
+    """Return the content of index.json: facts that determine the pieces, or that scripts need."""
     largest = max(tokenizer.get_vocab().values())
     listing = [shard[:3] for source in sources for shard in source.shards]
     packed = {"kind": args.kind, "seq_length": args.seq_length}

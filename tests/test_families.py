@@ -49,7 +49,8 @@ FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-
 # In the published table, rows about packed conversations have this name in place of a chapter's
 # number.
 PACKED = "conversations"
-# The tests train these families even without --record and without exhaustive tests.
+# Without --record, the tests train these families. An exhaustive run also trains the families in
+# RARE.
 SAMPLE = "llama qwen3_moe lfm2".split()
 # For these families, the tests tokenize the text again, because AutoTokenizer does not load the
 # saved tokenizer unchanged.
@@ -115,7 +116,7 @@ def test_only_plain_causal_attention_needs_no_mask(load, kind, settings, is_need
     ("kind", "settings"),
     [
         ("bert", {}),
-        # In RoCBert, later tokens change the early logits less than in any other family.
+        # RoCBert is the hardest case, because its later tokens change the early logits the least.
         ("roc_bert", {}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),
@@ -204,7 +205,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def publish(request):
-    """Return a function that adds its argument to the published file, but only with --record."""
+    """Return a function that updates the published file with its argument, if --record is given."""
     from harness import describe_machine, keep
 
     is_recording = request.config.getoption("--record")

@@ -16,7 +16,7 @@ from readme import Block, blocks, commands, readmes, shown
 # The values after these words are measurements, which may differ between two runs.
 MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
 # Numbers in these samples may differ by more than 0.1%, because float8 amplifies the rounding
-# differences between CPUs. float8-check shows a number with only two digits, so a change of the
+# differences between CPUs. float8-check shows numbers with only two digits, so a change of the
 # last digit is a change by several percent.
 TOLERANCES = {"float8-run": 0.005, "float8-check": 0.05}
 # These samples show measurements, so compare only the first words of their last three lines.
@@ -59,7 +59,8 @@ def runs_here(block):
     return not block.needs and not block.text.startswith("make test")
 
 
-# Leave out chapters 03 and 05, because on a CPU they print the same lines as 02 and 04.
+# Leave out chapters 03 and 05, because on a CPU they print the same lines as chapters
+# 02 and 04.
 RUNS = [block for block in commands() if re.fullmatch(r"0[1246789]-run", block.sample)]
 HUB_RUNS = [block for block in commands() if "hub" in block.needs and "train_llm.py" in block.text]
 

@@ -10,7 +10,7 @@ from marks import exhaustive, slow
 from runs import call_on_ranks
 
 TP2, EP2 = ["--tensor-parallel-size", 2], ["--expert-parallel-size", 2]
-# These families have no experts. Their layers differ in the matrices, biases or norms.
+# These families have no experts. Their layers differ in matrices, biases or norms.
 DENSE = "llama qwen2 qwen3 gemma olmo2 phi3 gpt_neox".split()
 # In these families, a batch may raise RuntimeError. The small model of bailing_hybrid has too few
 # experts for its groups, and the tensor-parallel plans of the other two do not fit their experts.

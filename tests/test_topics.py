@@ -17,7 +17,7 @@ TOPICS = ROOT / "related-topics"
 
 
 def script(name):
-    """Import the script of a topic; return the module."""
+    """Import a script of a topic, such as `determinism/bits.py`; return the module."""
     return harness.load(TOPICS / name)
 
 

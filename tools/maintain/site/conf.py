@@ -35,7 +35,10 @@ ANSWERS = ("you see", "question", "your run")
 
 
 def explain_terms(app, doctree):
-    """Add a tooltip with the definition to the first use of each glossary term on a page."""
+    """Add a tooltip with the definition to the first use of each glossary term on a page.
+
+    Search only paragraphs. Leave out the pages README and docs/glossary.
+    """
     glossary = (app.srcdir / "docs/glossary.md").read_text()
     terms = dict(re.findall(r"^\*\*(.+?)\.\*\* (.+?)(?=\n\n|\Z)", glossary, re.M | re.S))
     if app.env.docname in ("docs/glossary", app.config.root_doc):
