@@ -50,9 +50,9 @@ def run(name, folder, run_name):
 
 
 def compare(rounds):
-    """Divide each contender's speed and memory by the values of chapter 03 and of chapter 04.
+    """Divide each contender's speed and memory by those of chapter 03, and by those of chapter 04.
 
-    Return the ratio in each round, and the median of these ratios.
+    Return, for each of these quotients, the values in all rounds, and the median of the values.
     """
     found = {}
     # Compare only the contenders of the latest round, which has no contender that has failed.

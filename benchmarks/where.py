@@ -41,7 +41,7 @@ OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer")
 
 
 def parts_of(path):
-    """Return the seconds of a trace's window, and of each part of PARTS within this window."""
+    """Return the seconds of each part in PARTS and, under `step`, of the entire traced window."""
     events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("ph") == "X"]
     [window] = select(events, "user_annotation", "window")
     own_thread = [event for event in events if event["tid"] == window["tid"]]
@@ -89,9 +89,9 @@ def mask_of(events, window):
 
 
 def tails_of(events):
-    """Return an event for the end of each backward pass: the time after the last node of its graph.
+    """Return an event for each backward pass: the time from its last autograd node to its end.
 
-    During this time, DDP waits for its last buckets in C++, and the trace shows no event.
+    During this time, DDP waits in C++ for the last buckets, and the trace shows no event.
     """
     nodes = select(events, "cpu_op", "autograd::engine::")
     ends, tails = [node["ts"] + node["dur"] for node in nodes], []
@@ -103,7 +103,7 @@ def tails_of(events):
 
 
 def mark(owner, function, name):
-    """Replace a function of `owner`, so that the profiler records each of its calls as `name`."""
+    """Let the profiler record each call of a function of `owner` under the name `name`."""
     setattr(owner, function, record_function(name)(getattr(owner, function)))
 
 
@@ -121,7 +121,10 @@ def traced_window(path):
 
 
 def trace_steps():
-    """Run a chapter's script with its arguments, and trace its steps after the warm-up."""
+    """Run the script of a chapter, and trace its steps after the warm-up, except the last step.
+
+    sys.argv has the beginning of the trace's path, the chapter, and the script's arguments.
+    """
     path = f"{sys.argv.pop(1)}-rank{os.environ.get('RANK', '0')}.json"
     chapter, window = harness.load(sys.argv.pop(1)), ExitStack()
 
@@ -150,11 +153,11 @@ def trace_steps():
 
 
 def where(args, folder):
-    """Trace each chapter; yield a row per chapter: each part's share of the time of the steps."""
+    """Trace each chapter, and yield a row: the seconds of a step, and each part's share of it."""
     traces = args.trace or folder
     traces.mkdir(parents=True, exist_ok=True)
-    # Use one rank per GPU, or two ranks without a GPU. Use fewer ranks if BATCH is not divisible by
-    # this number of ranks.
+    # Chapters with several ranks use one rank per GPU, or two ranks without a GPU. They use fewer
+    # ranks if BATCH is not divisible by this number of ranks.
     most_ranks = math.gcd(BATCH, torch.cuda.device_count() or 2)
     # Give a rank the same number of threads in every chapter, even in chapter 01, which has only
     # one rank, so that the chapters' speeds are comparable.

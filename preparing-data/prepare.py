@@ -47,11 +47,12 @@ import pyarrow.parquet
 
 # index.json records this version of the format, so that no folder mixes pieces of two versions.
 FORMAT = 2
-# A source has at most this number of open shards. Each document comes from a random open shard.
+# At most this number of a source's shards are open at a time. Each document comes from a random
+# open shard.
 OPEN_SHARDS = 16
-# A worker tokenizes this number of documents at a time.
+# A worker tokenizes a batch of at most this number of texts at a time.
 BATCH = 256
-# A worker packs this number of conversations or pairs at a time.
+# A worker packs a batch of at most this number of conversations or pairs at a time.
 PACKED_BATCH = 1000
 # These flags are upper bits of a token. FIRST marks the first token of a document. CONTEXT marks a
 # token that the model reads but does not learn.
@@ -69,8 +70,8 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {{ message.role }}:
 {{ message.content }}{{ eos_token if message.role == "assistant" }}
 {% endfor %}{{ "assistant:\n" if add_generation_prompt }}"""
-# If all sources together have fewer than SMALL bytes, use one worker, because starting processes
-# would cost more time than the processes save.
+# By default, use one worker if all sources together have fewer than this number of bytes, because
+# starting processes would cost more time than the processes save.
 SMALL = 2**26
 # To notice that a file has changed, hash three of its blocks, each with this number of bytes.
 BLOCK = 2**16
@@ -87,10 +88,10 @@ NAME = re.compile(
 NO_DATA = re.compile(
     r"(.*/)?(\..*|[^/]*\.tokens/.*|[^/]*\.md|(readme|license)(\.\w+)?|dataset_(infos?|dict)\.json)"
 )
-# If a source folder has a file or a folder named train, skip files and folders with these names,
-# because their documents are for evaluation.
+# If a file or a subfolder of a source is named train, skip the files and subfolders with the
+# following names, because they hold documents for evaluation.
 HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
-# This pattern matches SOURCE or SOURCE:WEIGHT; a weight may be 2, 0.25 or 1e-3.
+# This pattern matches SOURCE or SOURCE:WEIGHT; a weight is a number such as 2, 0.25 or 1e-3.
 WEIGHTED = re.compile(r"(.*?)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?")
 # A shard is a part of a source. It has a name, a size in bytes (0 if the size is unknown), a hash
 # of its content, and a function that yields its records.
@@ -159,7 +160,7 @@ def part_of(text):
 
 
 def slurm_part():
-    """Return the part that this task of a Slurm array writes, as `k/n`; outside an array, `0/1`."""
+    """Return `k/n` for the part that this task of a Slurm array writes; outside an array, `0/1`."""
     get = os.environ.get
     part = int(get("SLURM_ARRAY_TASK_ID", 0)) - int(get("SLURM_ARRAY_TASK_MIN", 0))
     return f"{part}/{get('SLURM_ARRAY_TASK_COUNT', 1)}"
@@ -178,7 +179,7 @@ def match_name(path):
 
 
 def open_decompressed(path):
-    """Open a file to read its decompressed bytes, without a byte order mark at its beginning."""
+    """Return a stream of a file's decompressed bytes; skip a UTF-8 byte order mark at the start."""
     compression = COMPRESSIONS.get(match_name(path)["compression"])
     if compression == "xz":
         stream = lzma.open(path)
@@ -191,9 +192,10 @@ def open_decompressed(path):
 
 
 def files_of(folder):
-    """Return the files of a folder that hold training data; print which files are left out.
+    """Return the files in a folder and its subfolders that, by their names, have training data.
 
-    Do not print the files that match NO_DATA.
+    Print the number of files that are left out, and the names of at most three of them. This number
+    does not include files that match NO_DATA.
     """
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = sorted(path.relative_to(folder) for path in paths)
@@ -209,12 +211,12 @@ def files_of(folder):
 
 
 def words_of(name):
-    """Return the words that may name a file's split: its folders, and its stem without a number."""
+    """Return the words of a file's path that may be the name of a split, such as `test`."""
     return {*map(str.lower, name.parent.parts), match_name(name)["stem"]}
 
 
 def shard_of(path):
-    """Return the Shard of a file; hash the first, the middle and the last block of the file."""
+    """Return a file as a Shard, with a hash of the file's first, middle and last block."""
     size, content = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
         for start in (0, size // 2, size - BLOCK):
@@ -224,9 +226,10 @@ def shard_of(path):
 
 
 def records_of(path, column):
-    """Yield each record of a file, such as a row of a table or a line of JSON.
+    """Yield (number, record) for each record of a file, such as a row of a table or a paragraph.
 
-    Yield each record as (number, record), with the number of the row or of the line.
+    In a Parquet file or a JSON array, the number counts records, from 1; in other files, it counts
+    lines.
     """
     kind = match_name(path)["format"]
     if kind == "parquet":
@@ -247,7 +250,10 @@ def records_of(path, column):
 
 
 def paragraphs_of(file, column):
-    """Yield each paragraph of a text with its first line's number; blank lines end a paragraph."""
+    """Yield (number, {column: paragraph}) for each paragraph of a text.
+
+    Blank lines separate paragraphs. The number is the line number of the paragraph's first line.
+    """
     for is_blank, lines in groupby(enumerate(file, 1), lambda numbered: numbered[1].isspace()):
         if not is_blank:
             numbers, texts = zip(*lines, strict=True)
@@ -255,12 +261,13 @@ def paragraphs_of(file, column):
 
 
 def rows_of(file, delimiter):
-    """Yield each row of a table with the number of its last line.
+    """Yield (number, row) for each row of a table; the row ends in the line with this number.
 
-    For a row with too many or too few fields, yield an error in place of the row.
+    If a row has more or fewer fields than the header, yield a ValueError in place of the row.
     """
     csv.field_size_limit(2**31 - 1)
-    # Accept bytes that are not UTF-8 here, because text_of() reports them with the line number.
+    # Accept bytes that are not UTF-8 here, so that text_of() rejects only the rows that contain
+    # such bytes.
     lines = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
     rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     problem = "more or fewer fields than the header; put quotes around each text"
@@ -271,12 +278,12 @@ def rows_of(file, delimiter):
 
 
 def pydoc_records(column):
-    """Yield the texts of Python's documentation as numbered records."""
+    """Yield (number, {column: text}) for each topic of the documentation that Python contains."""
     yield from enumerate(({column: text} for text in topics.values()), 1)
 
 
 def letters_records(_):
-    """Yield 5,000 numbered records with prompts that ask to sort letters.
+    """Yield (number, record) for 5,000 records whose prompts ask to sort six letters.
 
     Each record has a right and a wrong answer.
     """
@@ -289,7 +296,7 @@ def letters_records(_):
 
 
 def row_of(record):
-    """Return a record as a dictionary; raise ValueError if it is not a JSON object.
+    """Return a record as a dictionary; raise ValueError if the record is not a JSON object.
 
     If reading has failed, the record is an exception; then raise this exception.
     """
@@ -303,7 +310,7 @@ def row_of(record):
 
 
 def text_of(row, column):
-    """Return the text of a row; raise an error if the row has no text."""
+    """Return the text in a column of a row; raise ValueError if the column has no valid text."""
     if column not in row:
         raise ValueError(f"no column {column}; choose --text-column from: {', '.join(row)}")
     text = row[column]
@@ -317,14 +324,16 @@ def text_of(row, column):
 
 
 def sources_of(args):
-    """Return one Source for each name if the names have weights, otherwise one Source of all names.
+    """Return a list of Source tuples for the names on the command line.
 
-    The share of a Source is its weight, divided by the sum of all weights; without weights, the
-    share is 0.
+    With weights, each name becomes a Source; the share of the Source is the weight of the name,
+    divided by the sum of all weights. Without weights above 0, all names become a single Source
+    with the share 0.
     """
     weights = {}
     for word in args.sources:
-        # Do not split the name of an existing file, which may itself end in a colon and a number.
+        # If a file or folder with this name exists, do not split the name, because the name itself
+        # may end in a colon and a number.
         name, weight = (word, 0) if os.path.exists(word) else WEIGHTED.fullmatch(word).groups()
         if os.path.abspath(name) in map(os.path.abspath, weights):
             fail(f"{name}: given twice; give each source once")
@@ -341,27 +350,28 @@ def sources_of(args):
 
 
 def batches_of(args, source, state):
-    """Yield the state before each batch of a source, and the batch; begin at the state `state`.
+    """Yield (state before the batch, batch) for each batch of a source; begin at `state`.
 
-    A batch is a list of tuples: the shard's number, the line's number, and the record. Up to
-    OPEN_SHARDS shards are open at a time, and each record comes from a random open shard. Each of n
-    parts reads every n-th shard or, with fewer than n shards, every n-th record.
+    A batch is a list of tuples (number of the shard, number of the line, record). Up to OPEN_SHARDS
+    shards are open at a time, and each record comes from a random open shard. Each of n parts reads
+    every n-th shard or, if the source has fewer than n shards, every n-th record of each shard.
 
     A state has the number of the pass over the documents, the number of the batch in this pass, and
-    the number of shards that this pass has opened. It also lists each open shard with the number of
-    records that earlier batches have read. At the end of a source that does not repeat, yield an
-    empty batch.
+    the number of shards that this pass has opened. A state also has a pair for each open shard: the
+    shard's number, and the number of its records that come before the batch. At the end of a source
+    that does not repeat, yield an empty batch.
     """
     part, parts = args.part
     by_shard = len(source.shards) >= parts
     numbers = range(len(source.shards))[part::parts] if by_shard else range(len(source.shards))
 
     def records_of_part(number, used):
-        """Skip the first `used` records of a shard; yield the later records of this part.
+        """Yield the records of this part that come after the first `used` records of a shard.
 
-        Each pair has the number of the record in the shard, counted from 1, and the record.
+        Yield pairs: the number of the record in the shard, counted from 1, and the record's tuple
+        for the batch.
         """
-        # Read all columns of conversations, because a conversation may need several columns.
+        # For conversations and pairs, read all columns, because each row may need several columns.
         column = args.text_column if args.kind == "text" else None
         for index, (line, record) in enumerate(until_error(source.shards[number].read(column))):
             if index >= used and (by_shard or index % parts == part):
@@ -372,8 +382,8 @@ def batches_of(args, source, state):
     readers = {number: records_of_part(number, used[number]) for number in used}
     while source.share or not num_passes:
         state = {"pass": num_passes, "batch": batch, "shards": num_opened, "open": [*used.items()]}
-        # Derive the order of the shards from numbers, not from names, so that the order stays the
-        # same if the folder is moved.
+        # Seed the order of the shards with numbers, not with names, so that the order stays the
+        # same if the shards move to a different folder.
         key, order = f"{args.seed} {source.number} {num_passes}", [*numbers]
         random.Random(key).shuffle(order)
         choose, records = random.Random(f"{key} {batch}"), []
@@ -399,7 +409,7 @@ def batches_of(args, source, state):
 
 
 def until_error(records):
-    """Yield the records; if reading fails, yield the error as the last record."""
+    """Yield the records; if reading fails or finds no record, yield an error as the last record."""
     line = 0
     try:
         for line, record in records:
@@ -411,21 +421,20 @@ def until_error(records):
 
 
 def reason_of(error):
-    """Return an exception's message in one line, after its type unless the type is ValueError."""
+    """Return an exception as one line: its type, unless the type is ValueError, and its message."""
     name = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split())
 
 
 def shards_of(name):
-    """Return the shards of a source: a file, a folder, a dataset of the hub, or built-in data."""
+    """Return the shards of `name`, which is a file, a folder, a hub dataset, or built-in data."""
     path = Path(name)
     if name == "pydoc":
         text = "".join(topics.values()).encode()
         return [Shard(name, len(text), hashlib.sha256(text).hexdigest(), pydoc_records)]
     if name == "letters":
         return [Shard(name, 1, "", letters_records)]
-    # Pass the name to os.path.exists() in place of path.exists(), because Path("") is the current
-    # folder, which exists.
+    # Do not call path.exists(), because an empty name would exist: Path("") is the current folder.
     if os.path.exists(name):
         files = [path] if path.is_file() and match_name(path) else files_of(path)
         if not files:
@@ -442,8 +451,8 @@ def shards_of(name):
     load = partial(datasets.load_dataset, dataset, subset, split="train", streaming=True)
     try:
         stream = load()
-        # By default, each line of a text file is a document. Load the text files again, so that
-        # each paragraph is a document.
+        # By default, datasets makes each line of a text file a document. Load text files again, so
+        # that each paragraph is a document.
         if stream.info.builder_name == "text":
             stream = load(sample_by="paragraph")
     except Exception as error:
@@ -461,7 +470,7 @@ def shards_of(name):
 
 # ---- tokens ----------------------------------------------------------------------------------
 class FixedDate(datetime):
-    """Give chat templates a fixed date; with today's date, the tokens would change every day."""
+    """Give chat templates a fixed date, so that the tokens do not depend on today's date."""
 
     @classmethod
     def now(cls):
@@ -470,8 +479,9 @@ class FixedDate(datetime):
 
 @cache
 def load_tokenizer(name):
-    """Load a model's tokenizer as the chapters do, and give it a chat template if it has none."""
-    # Hide torch from transformers, because no tokenizer needs torch, and its import takes seconds.
+    """Return a model's tokenizer; if the tokenizer has no chat template, give it CHAT_TEMPLATE."""
+    # Unless torch is already imported, hide it from transformers, and turn off the warning about
+    # it: no tokenizer needs torch, and the import of torch takes seconds.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     torch = sys.modules.setdefault("torch", None)
     import transformers
@@ -493,7 +503,7 @@ def fingerprint_of(tokenizer):
 
 
 def num_workers(sources):
-    """Return the number of workers: 1 for small sources, and otherwise the number of cores."""
+    """Return the number of workers: 1 for sources known to be small, and otherwise 1 per core."""
     sizes = [shard.size for source in sources for shard in source.shards]
     return 1 if all(sizes) and sum(sizes) < SMALL else num_cores()
 
@@ -508,18 +518,19 @@ def start_workers(args):
 
 
 def start_worker():
-    """Let the system end this worker together with its parent, and let the parent handle Ctrl-C."""
+    """Ignore Ctrl-C, which the parent handles; on Linux, end this worker when the parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def tokenize(args, records):
-    """Tokenize records, and return four values.
+    """Tokenize records, and return (tokens, ends, problems, counts).
 
-    The values are the joined tokens of all documents, the positions where the documents end, a list
-    with the shard, the line and the problem of each record that cannot be used, and counts for the
-    report. A packed sample counts as a document.
+    `tokens` joins the tokens of all documents, and `ends` has the position after each document's
+    last token. Here, a packed sample is a document. `problems` has a tuple (shard, line, reason)
+    for each record that cannot be used. `counts` has the numbers that report() prints about packed
+    samples.
     """
     tokenizer, units, problems, counts = load_tokenizer(args.model_name), [], [], Counter()
     for shard, line, record in records:
@@ -541,7 +552,7 @@ def tokenize(args, records):
 
 
 def tokens_of_texts(tokenizer, texts):
-    """Return the tokens of each text, with an end-of-text token at the end."""
+    """Return a list of tokens for each text; each list ends with an end-of-text token."""
     # Split a control token, such as </s>, into ordinary tokens, because a text only quotes it.
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ids = tokenizer(texts, **options)["input_ids"] if texts else []
@@ -550,10 +561,11 @@ def tokens_of_texts(tokenizer, texts):
 
 # ---- conversations ---------------------------------------------------------------------------
 def units_of(args, tokenizer, row, counts):
-    """Return a row's units, which packing must not split: a conversation's documents, or one pair.
+    """Return the units of a row: lists of tokens that packing must not split.
 
-    Leave out units that are longer than --seq-length, and rows that quote control tokens. Update
-    `counts`.
+    A unit is a document of a conversation or, with --preferences, the entire pair. Leave out units
+    that are longer than --seq-length. If the row quotes a control token, return no units. Add
+    numbers for the report to `counts`.
     """
     is_pair, tools = args.kind == "preferences", row.get("tools") or None
     tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
@@ -583,7 +595,10 @@ def control_tokens(tokenizer):
 
 
 def turns_of(args, row):
-    """Return the turns of a row: from one column, or from the columns prompt and completion."""
+    """Return the turns of a row, which are in one column, or in the columns prompt and completion.
+
+    If the turns are in one column, a column `system` adds a turn before them.
+    """
     names = [args.text_column] if args.text_column else ["messages", "conversations"]
     for name in names:
         if name in row:
@@ -598,20 +613,20 @@ def turns_of(args, row):
 
 
 def as_turns(text_or_turns, role):
-    """Return a text as a single turn by `role`; return turns unchanged."""
+    """Return `text_or_turns` as a list of turns; a text becomes a single turn by `role`."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return list(text_or_turns or [])
 
 
 def pair_of(row):
-    """Return two conversations: the first has the chosen answer, the second the rejected answer."""
+    """Return two lists of messages, which end with the chosen and with the rejected answer."""
     if not {"chosen", "rejected"} <= row.keys():
         raise ValueError(f"no columns chosen and rejected; the columns are: {', '.join(row)}")
     pair = []
     for name in ("chosen", "rejected"):
         turns = as_turns(row[name], "assistant")
-        # Put the prompt before the answer, unless the data set already repeats it there.
+        # If the turns begin with the assistant's answer, put the prompt before the turns.
         if turns and ROLES.get(turns[0].get("role", turns[0].get("from"))) == "assistant":
             turns = as_turns(row.get("prompt"), "user") + turns
         pair.append(messages_of(turns))
@@ -625,14 +640,17 @@ def pair_of(row):
 
 
 def without_nulls(value):
-    """Drop all keys with the value null: a table adds these keys if other rows have values."""
+    """Return `value` without the keys whose value is null.
+
+    Tables add a key with the value null to a row if a different row has the key.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def messages_of(turns):
-    """Convert turns to messages for a chat template; raise ValueError for an invalid turn."""
+    """Return turns as messages for a chat template; raise ValueError if the turns are invalid."""
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
@@ -653,7 +671,8 @@ def messages_of(turns):
             raise ValueError(f"a turn's content is {content!r:.80}; make it text")
         if not {"content", "tool_calls"} & message.keys():
             raise ValueError(f"a turn by the {role} has no content")
-        # Convert the arguments of each call from text to an object, as chat templates expect them.
+        # If the arguments of a call are text, convert them to an object, because chat templates
+        # expect an object.
         for call in message.get("tool_calls", []):
             function = call.get("function", call)
             if isinstance(function.get("arguments"), str):
@@ -674,10 +693,12 @@ def messages_of(turns):
 
 
 def documents_of(tokenizer, messages, tools):
-    """Yield each document of a conversation: its text, and where each answer starts and ends.
+    """Yield (text, answers) for each document of a conversation.
 
-    Most conversations are one document. But some chat templates change an earlier turn when a later
-    turn follows: Qwen3's template drops earlier thoughts. A new document begins at such a change.
+    `answers` has the positions in the text where each learned answer starts and ends. Most
+    conversations are one document. But some chat templates change an earlier turn when a later turn
+    follows: Qwen3's template drops earlier thoughts. Before such a change, yield the conversation
+    so far; the next document has the same turns again, with the change.
     """
     options = {"tools": tools, "date_string": FixedDate.now().strftime("%d %b %Y")}
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
@@ -690,8 +711,9 @@ def documents_of(tokenizer, messages, tools):
         if not answered.startswith(prompt):
             problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
             raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
-        # Check that the answer's text contains the name of each tool call and, for each key in
-        # TEXTS, the last word of its text, because a template may leave out tool calls or thoughts.
+        # Collect words that the rendered answer must contain, because a template may leave out tool
+        # calls or thoughts: the names of the called tools, and the last word under each key in
+        # TEXTS.
         words = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
         words += [word for key in TEXTS for word in message.get(key, "").split()[-1:]]
         for word in words:
@@ -709,9 +731,10 @@ def documents_of(tokenizer, messages, tools):
 
 def tokens_of(tokenizer, text, answers, counts):
     """Return the tokens of a document, marked with the flags FIRST and CONTEXT."""
-    # Tokenize the entire text at once, because some tokenizers put a space before each text. An
-    # answer begins after the tokens that the text shares with the answer's prompt, because at
-    # inference the model continues after the prompt's tokens.
+    # Tokenize the entire text, and each beginning of the text that ends where an answer starts or
+    # ends. Tokenize no text from the middle, because some tokenizers put a space before each text.
+    # An answer starts after the tokens that the entire text shares with the answer's prompt,
+    # because at inference the model continues after the tokens of the prompt.
     ends = [end for answer in answers for end in answer]
     texts = {end: text[:end] for end in [*ends, len(text)]}
     options = {"add_special_tokens": False, "verbose": False}
@@ -730,11 +753,12 @@ def tokens_of(tokenizer, text, answers, counts):
 
 
 def pack(args, tokenizer, units):
-    """Pack units into samples: each unit joins the fullest sample that has space (best fit).
+    """Pack units into samples of --seq-length tokens, and return the samples.
 
-    The samples are in the order that their longest units have in `units`. If they were in the order
-    of packing, the last samples, which the scripts hold out for evaluation, would have only short
-    units. Fill each sample with padding.
+    Begin with the longest unit. Each unit joins the fullest sample that has space for it (best
+    fit), or begins a sample. Padding fills the rest of each sample. Sort the samples by the
+    positions of their longest units in `units`. In the order of packing, the last samples, which
+    the scripts hold out for evaluation, would have only short units.
     """
     samples = {}
     for number in sorted(range(len(units)), key=lambda number: -len(units[number])):
@@ -749,7 +773,7 @@ def pack(args, tokenizer, units):
 
 
 def show_sample(args, tokenizer):
-    """Print the first sample up to its last answer, but at most 1,000 tokens.
+    """Print the first sample up to the end of its last answer, but at most 1,000 tokens.
 
     A line of dashes marks the start of a document, and »...« marks an answer.
     """
@@ -764,13 +788,13 @@ def show_sample(args, tokenizer):
 
 # ---- streams ---------------------------------------------------------------------------------
 class Stream:
-    """Hand out the tokens of a source, which workers tokenize a few batches ahead."""
+    """Provide the tokens of a source in order, while workers tokenize the next batches."""
 
     def __init__(self, args, source, state, pool):
         self.args, self.source = args, source
         self.num_tokens = self.num_bad = 0
-        # `batch_counts` holds the counts of tokenize() for this batch, and `counts` holds the
-        # counts for all earlier batches.
+        # `batch_counts` holds the counts of tokenize() for the current batch, and `counts` holds
+        # the counts for all earlier batches.
         self.counts, self.batch_counts = Counter(state.get("counts")), Counter()
         self.batches = tokenized_batches(args, source, state.get("source", BEGINNING), pool)
         self.next_batch()
@@ -778,7 +802,7 @@ class Stream:
         self.num_bad = state.get("bad", self.num_bad)
 
     def state(self):
-        """Return the state of this stream; a new Stream with this state continues the stream."""
+        """Return a state; a new Stream with this state continues where this stream is now."""
         state = {"tokens": self.num_tokens, "bad": self.num_bad, "used": self.used}
         return state | {"counts": self.counts, "source": self.batch}
 
@@ -802,7 +826,7 @@ class Stream:
 
     def take(self, most):
         """Return the remaining tokens of the current document, but at most `most` tokens."""
-        # If the source has no documents, `ends` is empty, and the result has no tokens.
+        # In an empty batch, `ends` is empty; use 0 as the end, so that the result has no tokens.
         end = next((end for end in self.ends if end > self.used), 0)
         tokens = self.tokens[self.used : min(self.used + most, end)]
         self.used += len(tokens)
@@ -823,9 +847,10 @@ class Stream:
 
 
 def tokenized_batches(args, source, state, pool):
-    """Yield the state before each batch of a source, and the Future of tokenize() for the batch.
+    """Yield (state, future) for each batch of a source.
 
-    Workers tokenize a few batches ahead.
+    `state` is the source's state before the batch, and `future` is the Future of tokenize() for the
+    batch. Up to two batches per worker are submitted in advance.
     """
     waiting = deque()
     for before, records in batches_of(args, source, state):
@@ -851,7 +876,7 @@ def write(path, data):
 
 
 def describe(args, sources, tokenizer):
-    """Return the facts that determine the content of the pieces, or that their readers need."""
+    """Return the content of index.json: facts that determine the pieces, or that scripts need."""
     largest = max(tokenizer.get_vocab().values())
     listing = [shard[:3] for source in sources for shard in source.shards]
     packed = {"kind": args.kind, "seq_length": args.seq_length}
@@ -869,7 +894,7 @@ def describe(args, sources, tokenizer):
 
 
 def write_index(path, index):
-    """Write index.json; stop if the file already exists and contains different facts."""
+    """Write index.json unless it exists; if it has different facts, exit with an error."""
     if not path.exists():
         return write(path, json.dumps(index, indent=1).encode())
     before = json.loads(path.read_text())
@@ -915,7 +940,7 @@ def write_pieces(args, index, sources, pool):
 
 
 def report(args, streams):
-    """Print each source's number of tokens and, once all parts have ended, a command to train."""
+    """Print what this part has read and, once all parts have ended, a command to train."""
     for stream in streams:
         passes = stream.batch["pass"]
         read = f", read {passes} times" if passes > 1 else ""

@@ -24,7 +24,7 @@ DEVICE = torch.device("cpu")
 
 @pytest.fixture
 def ids_at(load, monkeypatch):
-    """Return a function that returns the ids of a step's samples, in the order of the stream."""
+    """Return a function that returns the ids of all samples of a step, in the stream's order."""
 
     def ids_at(name, step, ranks=1, micro_batch_size=2, pieces=(103,), skip_steps=0):
         script = load(name)
@@ -55,7 +55,7 @@ LAYOUTS = [("01", 1), ("02", 1), ("02", 2), ("02", 4), ("02", 8)]
 def test_ranks_share_the_seeded_permutations(
     chapter, ids_at, name, ranks, micro_batch_size, pieces
 ):
-    """Check that all layouts read the same stream, and that each shuffle has a different order."""
+    """Check that all layouts read the same stream: the pieces in turn, each with a new shuffle."""
     stream, expected = [], []
     for step in range(1, 8):
         stream += ids_at(name, step, ranks, micro_batch_size, pieces)
@@ -73,7 +73,7 @@ def test_skipped_steps_shift_the_samples(ids_at, name):
 
 
 def test_late_step_takes_two_permutations_at_most(chapter, ids_at):
-    """Ensure that a resume takes no longer at a late step than at an early step."""
+    """Check that step 10**12 shuffles at most twice, so that a late resume takes no longer."""
     chapter.random_order.cache_clear()
     ids_at("01", 10**12)
     assert chapter.random_order.cache_info().misses <= 2
@@ -163,7 +163,11 @@ def test_text_file_is_refused_with_the_command_that_prepares_it(tmp_path, monkey
 
 @pytest.mark.slow
 def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
-    """Start new processes, not forks, so that the ranks hash strings with different seeds."""
+    """Check that two ranks write only one token file.
+
+    Change an environment variable, so that the ranks are new processes, not forks, and hash strings
+    with different seeds.
+    """
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     args = [*SHORT, "--num-steps", 1, "--save-dir", tmp_path]
     run_or_fail(2, [("02", args)], tmp_path / "ranks")
@@ -172,7 +176,7 @@ def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, monkeypatch):
-    """Check that the process's own memory stays constant while it writes 10 MB of tokens."""
+    """Check that the process's own memory hardly grows while it writes 6 MB of tokens."""
     sizes = []
 
     def measure(*args, **options):

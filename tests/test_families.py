@@ -46,12 +46,14 @@ RESULTS = ROOT / "benchmarks/results/families.json"
 CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
-# In the published table, rows about packed conversations have this name instead of a chapter.
+# In the published table, rows about packed conversations have this name in place of a chapter's
+# number.
 PACKED = "conversations"
-# Without --record, the tests train these families, and a few rare families.
+# Without --record, the tests train these families. An exhaustive run also trains the families in
+# RARE.
 SAMPLE = "llama qwen3_moe lfm2".split()
-# Tokenize the text again for these families, because AutoTokenizer changes the tokenizer that the
-# tests save.
+# For these families, the tests tokenize the text again, because AutoTokenizer does not load the
+# saved tokenizer unchanged.
 OWN_TOKENIZER = ["qwen2", "qwen3_5_moe_text"]
 RARE = ["bart", "gemma3_text+sliding_window=8", "apertus", "bert"]
 RARE += ["llama4_text+attention_chunk_size=8"]
@@ -74,7 +76,7 @@ def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poiso
     first, last, args = load("01"), load("05"), argparse.Namespace(**ARGS)
     monkeypatch.setattr(last, "fully_shard_to_sum", lambda *_, **__: None)
     monkeypatch.setattr(last, "build_mesh", lambda *_: {"shard": argparse.Namespace(size=int)})
-    # Create a new configuration for each chapter, because build_model() changes its configuration.
+    # Create a configuration for each chapter, because build_model() may change its argument.
     full = first.build_model(args, shrink(CONFIG_MAPPING[kind]()))
     split = last.build_model(args, shrink(CONFIG_MAPPING[kind]()))
     split = last.shard(args, split, torch.device("cpu"))
@@ -114,7 +116,7 @@ def test_only_plain_causal_attention_needs_no_mask(load, kind, settings, is_need
     ("kind", "settings"),
     [
         ("bert", {}),
-        # In RoCBert, later tokens change the early logits less than in any other family.
+        # RoCBert is the hardest case, because its later tokens change the early logits the least.
         ("roc_bert", {}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),
@@ -165,7 +167,7 @@ def test_autocast_computes_experts_in_its_precision(models, tmp_path, chapter, p
 
 
 def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
-    """Cut off the end of an exported file, as some full disks do without an error."""
+    """Cut off the end of an exported file; some full disks do this without reporting an error."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter, words = load("04"), ["--save-dir", tmp_path, "-s", 16, "--device", "cpu"]
     args, model, *_ = prepare_training(chapter, *words)
@@ -179,17 +181,17 @@ def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
 
 # ---- all families ------------------------------------------------------------------------------
 def published():
-    """Return the published table as a dictionary: its rows, and the families without rows."""
+    """Return the published table as a dictionary with its rows, and the families that have none."""
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "left_out": {}}
 
 
 def published_chapters(family):
-    """Return the chapters that the published table has for a family."""
+    """Return the chapters that have a row about a family in the published table."""
     return {row["chapter"] for row in published()["rows"] if row["family"] == family}
 
 
 def pytest_generate_tests(metafunc):
-    """Choose the families: a few or, with --record, all families without published results."""
+    """Choose the families to test: a few or, with --record, all that lack a published result."""
     is_recording = metafunc.config.getoption("--record")
     for argument, chapters, families in (
         ("family", {*CHAPTERS}, [*SAMPLE, *map(exhaustive, RARE)]),
@@ -203,7 +205,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def publish(request):
-    """Return a function that changes the published table if --record is given."""
+    """Return a function that updates the published file with its argument, if --record is given."""
     from harness import describe_machine, keep
 
     is_recording = request.config.getoption("--record")
@@ -212,7 +214,7 @@ def publish(request):
 
 @pytest.fixture(scope="module")
 def license_tokens(tmp_path_factory):
-    """Tokenize the file LICENSE with the tokenizer of all small models; return the token folder."""
+    """Tokenize the file LICENSE with the small models' tokenizer; return the folder of tokens."""
     folder = tmp_path_factory.mktemp("license")
     (folder / "LICENSE.txt").write_text((ROOT / "LICENSE").read_text())
     fast_byte_tokenizer().save_pretrained(folder / "model")
@@ -231,7 +233,7 @@ def train(family, chapter, folder, tokens):
         return None, refusal[1].replace(f"{folder}/", "")
     path = folder / chapter / "metrics.jsonl"
     if not path.exists() or max(metrics(path.parent)) == 0:
-        # No training step was logged, so find the library's exception that stopped a rank.
+        # The script logged no training step, so find the exceptions that stopped its ranks.
         errors = "".join(result["stderr"] for result in results)
         found = re.findall(r"^(?:\w+\.)*\w+Error: .*", errors, re.M)
         # Return the first error that Gloo did not raise. Gloo only reports a closed connection, and
@@ -243,7 +245,10 @@ def train(family, chapter, folder, tokens):
 
 @pytest.mark.slow
 def test_weights_without_gradients_train_under_ddp(tmp_path, license_tokens):
-    """Train a model with sparse attention: the weights that choose the tokens get no gradient."""
+    """Compare chapters 01 and 02 on a model with sparse attention.
+
+    The weights that choose the tokens for attention get no gradient.
+    """
     save_small_model("deepseek_v32", tmp_path / "deepseek_v32")
     curves = [
         train("deepseek_v32", chapter, tmp_path, license_tokens)[0] for chapter in ("01", "02")
@@ -291,12 +296,12 @@ def test_family_follows_chapter_01_or_is_refused(
 
 
 # ---- packed conversations ----------------------------------------------------------------------
-# Each list has the lengths of the documents in one sample of a step.
+# Each inner list has the lengths, in tokens, of the documents in one sample.
 LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 
 def packed_samples(chapter):
-    """Return samples of random tokens, which LENGTHS divides into documents."""
+    """Return samples of random tokens; each sample has documents with the lengths in LENGTHS."""
     samples = torch.randint(3, 259, (len(LENGTHS), 32), generator=torch.Generator().manual_seed(0))
     for sample, lengths in zip(samples, LENGTHS, strict=True):
         sample[torch.tensor([0, *lengths[:-1]]).cumsum(0)] |= chapter.FIRST | chapter.CONTEXT
@@ -324,8 +329,8 @@ def distance_from_documents_alone(chapter, folder):
         sys.exit("a gradient in steps 1 to 1 was not finite; lower --lr")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}
-    # Ignore gradients that are much smaller than the largest gradient, because float32 makes them
-    # inexact even without packing.
+    # Replace gradients whose norms are much smaller than the largest norm by 0, so that the
+    # comparison ignores them: they are inexact in float32 even without packing.
     smallest = 2e-5 * max(norms.values())
     gradients = {
         name: grad if norms[name] > smallest else torch.zeros(()) for name, grad in grads.items()

@@ -73,7 +73,10 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def job_of(root, models):
-    """Return a function that returns the script, the number of ranks and the arguments of a run."""
+    """Return a function that converts a run's name to (script, number of ranks, arguments).
+
+    If the run needs a configuration file, the function writes this file.
+    """
 
     def job_of(run):
         name, *words = run.split(",")
@@ -96,7 +99,7 @@ def job_of(root, models):
 
 @pytest.fixture(scope="module")
 def curve_of(root, job_of):
-    """Return a function that returns a run's metrics, and trains the run at the first call."""
+    """Return a function that returns a run's metrics; the first call for a run trains the run."""
 
     @functools.cache
     def curve_of(run):
@@ -107,14 +110,14 @@ def curve_of(root, job_of):
 
 
 def reference_of(run):
-    """Return the name of a chapter's run whose curve a framework's run must follow."""
+    """Return the name of the chapter's run whose curve the framework's run must follow."""
     name, *words = run.split(",")
     chapter = f"03@{name[-1]}" if "gpt2-dropout" in words else "01@1"
     return ",".join([chapter, *(word for word in words if word == "bf16" or word in MODELS)])
 
 
 def check_model(run_dir, held_out, tolerance=1e-5):
-    """Check that transformers loads a run's model with the logged loss and a key-value cache."""
+    """Load a run's model; check that its loss is the logged loss, and that it uses a cache."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.use_cache
@@ -132,11 +135,10 @@ def held_out(load):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", RUNS)
 def test_run_follows_the_curve_of_the_chapters(curve_of, root, held_out, run):
-    """Compare a run with its reference run.
+    """Compare the losses of a run with the losses of its reference run.
 
-    The losses may differ by 1e-5 in fp32, and by 5e-3 if the forward pass is in bf16.
-
-    With weights in bf16, the forward pass reads rounded weights, so the losses may differ by 2e-2.
+    They may differ by 1e-5 in fp32, and by 5e-3 if the forward pass is in bf16. With weights in
+    bf16, the forward pass reads rounded weights, so the losses may differ by 2e-2.
     """
     reference, curve = curve_of(reference_of(run)), curve_of(run)
     if "bf16" in run:
@@ -167,9 +169,10 @@ LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
 def test_killed_run_continues_on_the_curve(curve_of, job_of, held_out, tmp_path, run, after):
-    """Kill a run, and resume it, often on a different number of ranks.
+    """Kill a run, and resume it, in some cases on a different number of ranks.
 
-    DeepSpeed then needs a converted checkpoint, so run the command that its error prints.
+    On a different number of ranks, the DeepSpeed script needs a converted checkpoint, so run the
+    command that the script's error message contains.
     """
     framework, ranks, args = job_of(run)
     run_dir, folder = tmp_path / "run", ["--save-dir", tmp_path, "-e", "run"]
@@ -197,10 +200,10 @@ def test_killed_run_continues_on_the_curve(curve_of, job_of, held_out, tmp_path,
 @pytest.mark.parametrize("run", ["deepspeed@2,zero1", "deepspeed@2,zero3", "trainer@2,fsdp2"])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault, run):
-    """Plant a fault after seven calls of AdamW.
+    """Break the first backward pass of rank 1 after seven calls of AdamW.
 
-    DeepSpeed calls AdamW once for each group of weights, so its fault comes in an earlier step than
-    the Trainer's fault.
+    In each step, DeepSpeed calls AdamW once for each group of weights, and the Trainer calls AdamW
+    only once. So the fault comes in an earlier step with DeepSpeed than with the Trainer.
     """
     framework, ranks, args = job_of(run)
     args += ["--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]
@@ -222,7 +225,7 @@ WRONG = [
 
 @pytest.mark.parametrize("framework, config, expected", WRONG)
 def test_wrong_configuration_prints_one_line(load, capsys, tmp_path, framework, config, expected):
-    """Pass a file that contradicts the flags, or has a setting that the script does not support."""
+    """Pass a configuration file that contradicts the flags, or that the script does not support."""
     reader, path = "accelerate" if framework == "accelerate" else "deepspeed", tmp_path / "it.json"
     path.write_text(json.dumps(config))
     script = load(framework)
@@ -231,7 +234,7 @@ def test_wrong_configuration_prints_one_line(load, capsys, tmp_path, framework, 
         args = parse(script, *SHORT, f"--{reader}-config", path)
         script.load_zero_settings(args)
 
-    # Undo the changes that the script makes to environment variables.
+    # When this block ends, undo the changes that the script has made to environment variables.
     with patch.dict(os.environ):
         error = user_error(capsys, read_configuration)
     assert error.count("\n") == 1 and expected in error

@@ -13,14 +13,16 @@ from cluster.cluster import missing_requirement
 from flags import unknown_flags
 from readme import Block, blocks, commands, readmes, shown
 
-# The values after these words differ between any two runs.
+# The values after these words are measurements, which may differ between two runs.
 MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
 # Numbers in these samples may differ by more than 0.1%, because float8 amplifies the rounding
-# differences between CPUs. The difference in float8-check has only two digits.
+# differences between CPUs. float8-check shows numbers with only two digits, so a change of the
+# last digit is a change by several percent.
 TOLERANCES = {"float8-run": 0.005, "float8-check": 0.05}
-# These samples consist of measurements. Only the first words of their last lines stay the same.
+# These samples show measurements, so compare only the first words of their last three lines.
 LIVE = {"data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
-# These samples show many steps, so rounding errors grow, and change some numbers and words.
+# These samples show the results of many training steps. Rounding errors grow over the steps, and
+# change some numbers and words, so compare only the first words here, too.
 LIVE |= {"conversations-run", "lora-run", "preferences-run", "09-balance", "small-run"}
 LIVE |= {"mixture-rehearsal"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
@@ -41,7 +43,7 @@ SMALL = (
 
 # ---- commands --------------------------------------------------------------------------------
 def params(found):
-    """Return blocks as test parameters; mark blocks that take over a minute as exhaustive."""
+    """Return blocks as test parameters; mark all blocks as exhaustive, except quick blocks."""
     return [
         pytest.param(block, id=block.name, marks=[] if is_quick(block) else pytest.mark.exhaustive)
         for block in found
@@ -53,18 +55,19 @@ def is_quick(block):
 
 
 def runs_here(block):
-    """Return whether a test can run a block unchanged; no test runs a block with `make test`."""
+    """Return whether a test can run a block: the block has no needs, and is not `make test`."""
     return not block.needs and not block.text.startswith("make test")
 
 
-# Leave out chapters 03 and 05, because on a CPU they print the same lines as 02 and 04.
+# Leave out chapters 03 and 05, because on a CPU they print the same lines as chapters
+# 02 and 04.
 RUNS = [block for block in commands() if re.fullmatch(r"0[1246789]-run", block.sample)]
 HUB_RUNS = [block for block in commands() if "hub" in block.needs and "train_llm.py" in block.text]
 
 
 @pytest.fixture(autouse=True)
 def allocator(monkeypatch):
-    """Set the variables that chapter 01's README recommends, so that commands take less time."""
+    """Set the variables that chapter 01's in-depth.md recommends, so that commands are faster."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**34))
 
@@ -84,7 +87,7 @@ def test_command_prints_what_its_readme_shows(block, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUNS, ids=lambda block: block.sample)
 def test_run_begins_as_its_readme_shows(block, tmp_path):
-    """Run only until the last step before the sample's dots, because all steps take minutes."""
+    """Run only up to the last step before the sample's dots, because a full run takes minutes."""
     head, _, _ = sample_of(block).partition("...\n")
     step = max(map(int, re.findall(r"^step (\d+)", head, re.M)))
     text = f"{block.text.rstrip()} --num-steps {max(step, 1)} --eval-every 1000"
@@ -101,14 +104,15 @@ def sample_of(block):
 
 
 def first_words(text):
-    """Return the first word of each of the last three lines, which show a tool's findings."""
+    """Return the first words of a text's last three lines, one word per line."""
     return "\n".join(line.split()[0] for line in text.rstrip().splitlines()[-3:])
 
 
 def differences(expected, output, tolerance=1e-3):
-    """Return the pairs of lines that differ.
+    """Return the pairs of lines that differ, or one pair if the numbers of lines differ.
 
-    Ignore measured values, and relative differences of numbers up to `tolerance`.
+    Ignore measured values, and small differences between numbers: up to `tolerance` times the
+    larger number, or up to 1e-5.
     """
     lines, other_lines = expected.splitlines(), output.splitlines()
     if len(lines) != len(other_lines):
@@ -118,9 +122,10 @@ def differences(expected, output, tolerance=1e-3):
 
 
 def same_line(words, other_words, tolerance):
-    """Return whether two lines have the same words and, up to `tolerance`, the same numbers.
+    """Return whether two lists of words are equal, except for small differences of numbers.
 
-    The tolerance is relative. Ignore each value after a word of MEASURED.
+    Two numbers may differ by `tolerance` times the larger number, or by 1e-5. Ignore each value
+    that follows a word in MEASURED.
     """
     same_length = len(words) == len(other_words)
     triples = zip(["", *words], words, other_words, strict=False)
@@ -150,7 +155,8 @@ def stand_in(models, tmp_path, monkeypatch):
         (folder / "train.jsonl").write_text("\n".join(rows))
         card = f"---\nconfigs: [{{config_name: {subset}, data_files: train.jsonl}}]\n---\n"
         (folder / "README.md").write_text(card)
-    # Each Python process imports the module sitecustomize when it starts.
+    # Replace load_dataset() in the module sitecustomize, because each Python process imports this
+    # module when the process starts.
     (tmp_path / "sitecustomize.py").write_text(STAND_IN.format(hub=f"{tmp_path}/hub/"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -170,7 +176,7 @@ def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_practice_cluster_stops_requeues_and_cancels_a_job(tmp_path):
-    """Type the READMEs' commands for the practice cluster unchanged into the cluster's shell."""
+    """Type the commands that the READMEs show for the practice cluster into the cluster's shell."""
     if reason := missing_requirement():
         pytest.skip(reason)
     status, output = samples.practise(tmp_path, timeout=560)
@@ -201,7 +207,10 @@ def test_blocks_are_generated_or_run():
 
 
 def test_sample_of_make_train_has_the_lines_of_the_makefile():
-    """Compare the lines that never vary, because only an exhaustive test runs `make train`."""
+    """Check that the Makefile contains all lines of the sample that begin with `== `.
+
+    Only an exhaustive test runs `make train`.
+    """
     lines = (samples.SAMPLES / "make-train.txt").read_text().splitlines()
     messages = [line for line in lines if line.startswith("== ")]
     makefile = (docs.ROOT / "Makefile").read_text()
@@ -209,7 +218,7 @@ def test_sample_of_make_train_has_the_lines_of_the_makefile():
 
 
 def test_commands_use_known_flags():
-    """Check the blocks that need hardware, too, because no test runs these blocks."""
+    """Check the flags in all blocks, even in blocks that no test can run without hardware."""
     unknown = {block.name: unknown_flags(block.text) for block in commands()}
     assert {name: flags for name, flags in unknown.items() if flags} == {}
 

@@ -10,10 +10,10 @@ from marks import exhaustive, slow
 from runs import call_on_ranks
 
 TP2, EP2 = ["--tensor-parallel-size", 2], ["--expert-parallel-size", 2]
-# In each of these families, ranks share the work of a layer in a different way.
+# These families have no experts. Their layers differ in matrices, biases or norms.
 DENSE = "llama qwen2 qwen3 gemma olmo2 phi3 gpt_neox".split()
-# torch cannot compute a batch with these families: the small model of the first one has too few
-# experts for its groups, and the tensor-parallel plans of the others do not fit their experts.
+# In these families, a batch may raise RuntimeError. The small model of bailing_hybrid has too few
+# experts for its groups, and the tensor-parallel plans of the other two do not fit their experts.
 BROKEN = {"bailing_hybrid", "hy_v3", "laguna"}
 TRAINING = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --num-steps 4
     --eval-samples 4 --warmup-steps 1""".split()
@@ -31,7 +31,7 @@ def all_mixtures():
 def with_experts(kinds):
     """Return the families as names for save_small_model(), some with settings.
 
-    Without its settings, the two layers of a family's small model would have no experts.
+    A family gets settings if both layers of its small model would have no experts without them.
     """
     numbers = {kind: getattr(CONFIG_MAPPING[kind](), "first_k_dense_replace", 0) for kind in kinds}
     settings = "+first_k_dense_replace=1+n_group=1+topk_group=1"
@@ -41,8 +41,8 @@ def with_experts(kinds):
 # The import of all mixtures takes seconds, so build a list of families only when a test needs it.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
-# Each case has a chapter, its flags, a list of families, and the smallest number of families that
-# the chapter must accept.
+# Each case has a chapter, flags for this chapter, the name of a list of families, and a number: at
+# least this number of families must train with equal gradients.
 CASES = [
     slow("06", TP2, "dense", 7),
     slow("09", EP2, "mixtures", 7),

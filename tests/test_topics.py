@@ -17,7 +17,7 @@ TOPICS = ROOT / "related-topics"
 
 
 def script(name):
-    """Import the script of a topic; return the module."""
+    """Import a script of a topic, such as `determinism/bits.py`; return the module."""
     return harness.load(TOPICS / name)
 
 
@@ -47,7 +47,7 @@ SIZES = json.loads((ROOT / "benchmarks/results/own-architecture.json").read_text
 
 @pytest.mark.parametrize("row", SIZES, ids=lambda row: row["size"])
 def test_size_has_the_weights_of_its_name(load, row):
-    """Count the weights of the model that a chapter builds on the meta device."""
+    """Count the weights of the model that the planner builds from chapter 01's configuration."""
     sizes, planner = script("own-architecture/sizes.py"), importlib.import_module("will_it_fit")
     chapter, settings = load("01"), sizes.config_of(row["size"])
     args = parse(chapter, "--device", "cpu", "--config", *settings)
@@ -63,7 +63,7 @@ SMALL += " --log-every 1 --device cpu"
 
 
 def cells():
-    """Return the bash cells of the notebook, without the cells that only a cloud service needs."""
+    """Return the commands of each bash cell of the notebook, except cells for a cloud service."""
     notebook = nbformat.read(TOPICS / "try-it-free/notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

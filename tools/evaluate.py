@@ -52,7 +52,7 @@ def parse_args():
     args = argparse.Namespace(**vars(args) | vars(own))
     args.stride = args.stride or args.seq_length
     if not 1 <= args.stride <= args.seq_length:
-        problem = f"must be from 1 to --seq-length {args.seq_length}, so that every token counts"
+        problem = f"must be from 1 to --seq-length {args.seq_length}, so that windows leave no gap"
         fail(f"--stride {args.stride}: {problem}")
     if not args.model.is_dir():
         fail(f"{args.model}: no such folder; give RUN/model, or a folder in RUN/checkpoints")
@@ -105,15 +105,16 @@ def tokens_of(args, tokenizer):
 
 
 def windows_of(num_tokens, seq_length, stride):
-    """Yield a triple of positions for each window of a text.
+    """Yield (first, start, end), three positions in a text, for each window of the text.
 
-    The positions are the first token of the window, the first token that counts in the loss, and
-    the end, which is the position after the last token.
+    The window begins at `first`, its tokens count in the loss from `start` on, and `end` is the
+    position after its last token.
     """
     end = 0
     for first in range(0, num_tokens, stride):
         counted_before, end = end, min(first + seq_length, num_tokens)
-        # Do not count the first token of a window, because the window has no context for it.
+        # Count the tokens after the previous window, but not the first token of a window, because
+        # the window has no context for its first token.
         yield first, max(counted_before, first + 1), end
         if end == num_tokens:
             return
@@ -150,8 +151,8 @@ def main():
     with model_folder(args.model) as folder:
         args.model_name = str(folder)
         tokenizer, _ = chapter.build_tokenizer_and_config(args)
-        # In messages about the text, name the model by the user's path, because `folder` may be
-        # temporary.
+        # Let error messages name the model by the path from the command line, because `folder` may
+        # be temporary.
         args.model_name = str(args.model)
         tokens = tokens_of(args, tokenizer)
         model = load_model(args, folder)

@@ -51,10 +51,10 @@ def train(folder, cell):
 def differences(rows):
     """Return, for each comparison, the largest differences between the losses of two runs.
 
-    The largest differences are over all seeds and all pairs of runs in the comparison. "val_loss"
-    is the difference of the last validation losses, and "mean" is the mean difference of all steps.
-    "step" is the difference in the step where it is largest, and "norm" is the gradient norm in
-    this step.
+    Each value is the maximum over all seeds and all pairs of runs in the comparison. "val_loss" is
+    the difference between the last validation losses, "mean" is the mean difference of all steps,
+    and "step" is the difference in a single step. "norm" is no maximum: it is the gradient norm of
+    the pair's first run in the step with the difference "step".
     """
     runs = {(row["seed"], (row["precision"], row["ranks"])): row for row in rows}
     found = {}
@@ -72,7 +72,7 @@ def differences(rows):
 
 
 def compare(args, folder):
-    """Train all runs, two at a time; print the largest differences of each comparison."""
+    """Train all runs, two at a time; yield their rows, and print each comparison's differences."""
     rows = []
     with ThreadPoolExecutor(2) as pool:
         cells = product(range(args.seeds), RUNS)

@@ -10,7 +10,7 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
     """Check that exactly one of two ranks reports the error `expected`.
 
     When one rank fails, end the other rank, as torchrun would. The run must write no file to
-    `folder`.
+    `folder`, except hidden files.
     """
     processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
     wait_for(lambda: False, processes)

@@ -30,12 +30,15 @@ copybutton_selector = "div.highlight-bash pre"
 templates_path = ["templates"]
 html_additional_pages = {"search": "search.html", "404": "404.html"}
 html_context = {"folders": [path.name for path in Path(__file__).parent.iterdir() if path.is_dir()]}
-# If the head of a table begins with one of these words, each row answers a question.
+# If the head of a table begins with one of these texts, each row of the table answers a question.
 ANSWERS = ("you see", "question", "your run")
 
 
 def explain_terms(app, doctree):
-    """Add a tooltip with the definition to the first use of each glossary term on a page."""
+    """Add a tooltip with the definition to the first use of each glossary term on a page.
+
+    Search only paragraphs. Leave out the pages README and docs/glossary.
+    """
     glossary = (app.srcdir / "docs/glossary.md").read_text()
     terms = dict(re.findall(r"^\*\*(.+?)\.\*\* (.+?)(?=\n\n|\Z)", glossary, re.M | re.S))
     if app.env.docname in ("docs/glossary", app.config.root_doc):
@@ -59,7 +62,7 @@ def name_rows(app, doctree):
 
 
 def answers(table):
-    """Return whether the rows of a table answer questions, which the table's head shows."""
+    """Return whether a table's rows answer questions, judging by the first words of its head."""
     head = next(table.findall(nodes.thead), None)
     return head is not None and head.astext().startswith(ANSWERS)
 
@@ -67,7 +70,8 @@ def answers(table):
 def write_search_index(app, error):
     """Write the search index: the titles, anchors and texts of all sections and answers.
 
-    The index is a JavaScript file, which a page can load without a server.
+    Leave out the pages whose names end in /diff. The index is a JavaScript file, which a page can
+    load without a server.
     """
     pages = sorted(page for page in app.env.found_docs if not page.endswith("/diff"))
     trees = {app.builder.get_target_uri(page): app.env.get_doctree(page) for page in pages}
@@ -77,7 +81,7 @@ def write_search_index(app, error):
 
 
 def entries_of(doctree):
-    """Return a page's title, and the anchor, the titles and the text of each section and answer."""
+    """Return a page's title, and a list of (anchor, titles, text) for its sections and answers."""
     found = []
     for node in doctree.findall(lambda node: isinstance(node, nodes.section | nodes.row)):
         own = node.deepcopy()
