@@ -111,7 +111,7 @@ def test_row_that_a_kill_has_cut_changes_no_other_row(finished):
 def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(
     run_of, tmp_path, chapter, num_ranks
 ):
-    """Check that the run does not start again at step 0.
+    """Check that a run whose newest checkpoint is broken does not start again at step 0.
 
     After the broken checkpoint is moved away, the run must continue from the checkpoint before it.
     """
