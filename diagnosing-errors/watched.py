@@ -126,7 +126,7 @@ class Steps:
     def __init__(self, every=10):
         # `every` is the number of steps from one check of the inputs and the weights to the next.
         self.every = every
-        # This is the traceback of an error in a check or in the heartbeat thread. After such an
+        # This is the traceback of an error in a check or in the heartbeat thread, or None. After an
         # error, no check runs.
         self.fault = None
 
@@ -181,9 +181,9 @@ class Steps:
     def note_input(self, args, output):
         """Check the gradient of an embedding's output, and hash the embedding's input.
 
-        A hook checks the gradient in backward(), before the ranks reduce their gradients, so a
-        value that is not finite comes from the samples of this rank. Only a step that also checks
-        the weights hashes the input.
+        A hook checks the gradient in backward(), before data-parallel ranks reduce their
+        gradients, so no other data-parallel rank can have caused a bad gradient. Only steps that
+        also check the weights hash the input.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because

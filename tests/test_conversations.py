@@ -233,7 +233,7 @@ ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
 def texts_of(tokenizer, tokens):
-    """Return the sorted texts of the documents that have an answer, in a folder of tokens.
+    """Read a folder of tokens; return the sorted texts of all documents that have an answer.
 
     In these texts, each answer is between » and «.
     """
@@ -380,7 +380,7 @@ FROM_FUNCTION = [
 
 
 def call_rows():
-    """Return rows with the same call of a tool, in the formats of several data sets."""
+    """Return rows with the same conversation and tool call, in the formats of several data sets."""
     ends = [say("tool", "b"), ANSWER]
     calls = [say("assistant", "", tool_calls=[call]) for call in (CALL, NULLS, AS_TEXT)]
     rows = [{"messages": [ASK, call, *ends], "tools": [TOOL]} for call in calls]

@@ -67,8 +67,8 @@ def main(monkeypatch, options):
 
 # Map the flags of a run on four ranks to the number of weights and the number of tensors on the
 # rank with the highest peak. Each of two tensor-parallel ranks has half of each matrix and all of
-# each norm. The first of two stages has two layers and the embedding. From chapter 04 on, FSDP also
-# shards these weights across the other ranks, except across replicas.
+# each norm. The first of two stages has two layers and the embedding. From chapter 04 on, FSDP then
+# shards these weights across the other ranks, but not across replicas.
 STATES = {
     "--chapter 02": (4 * TINY_LAYER + TINY_ROOT, 39),
     "--chapter 04": ((4 * TINY_LAYER + TINY_ROOT) / 4, 39),
@@ -323,7 +323,7 @@ def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
         assert step.sent["network"] == 0, "a single node sends something"
     # FSDP sends in a ring of all ranks, where only one rank of a node sends to the next node, so
     # the planner counts an eighth of the bytes for each of the node's eight ranks. Replicas send
-    # only the gradients of shards.
+    # only the gradients of shards to other nodes.
     elif split == "FSDP":
         assert step.sent["network"] == pytest.approx(formula / 8, rel=1e-12)
     elif split == "hybrid":
@@ -336,10 +336,10 @@ SLOW_PARTS = ["scenes", "layers", "fastest", "job"]
 
 
 def test_published_speeds_are_predicted_as_the_page_says():
-    """Check that speeds have a median error of at most 12%, both in fitted and in held-out runs.
+    """Check that the median error of predictions is at most 12%, in fitted and in held-out runs.
 
-    One run may have an error of up to 34%, and each other run an error of up to 30%. The GPUs of
-    the first run had almost no free memory, and the planner does not know how much time this costs.
+    One run may have an error of up to 34%: its GPUs had almost no free memory, and the planner does
+    not know how much time this costs. Each other run may have an error of up to 30%.
     """
     misses = {True: [], False: []}
     for row in RECORDED["published"]:
@@ -463,7 +463,7 @@ def test_way_that_a_chapter_refuses_for_a_model_is_left_out(models):
 
 
 def jobs_of_pages():
-    """Yield the parameters of a test for each job that a page starts with train.sbatch.
+    """Yield the test parameters of each train.sbatch job on a page that the planner can plan.
 
     The parameters are the command, the chapter's number, and the arguments of the script.
     """

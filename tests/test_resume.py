@@ -13,7 +13,8 @@ from conftest import SHORT, difference, metrics, run_jobs, run_or_fail
 from marks import exhaustive, slow
 from runs import check_user_error, copy_run
 
-# Each run takes and logs 12 steps, and evaluates and saves in every fourth step.
+# Each run has 12 steps. It logs every step, and evaluates and saves a checkpoint in every fourth
+# step.
 ARGS = [*SHORT, "--config", "num_hidden_layers=1", "--seq-length", 32, "--num-steps", 12]
 ARGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
 

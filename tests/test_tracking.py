@@ -85,7 +85,7 @@ def test_missing_run_or_package_prints_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_following_tool_sends_runs_through_a_resume(tmp_path, start):
-    """Let a resume replace rows of metrics while track.py follows the run."""
+    """Append further rows for old steps, as a resume does, while track.py follows the run."""
     for name in ("one", "two"):
         add_rows(tmp_path / name, 0, 1, 2, 3, 4)
     runs = [tmp_path / name for name in ("one", "nosuch", "two")]

@@ -15,7 +15,7 @@ from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail,
 
 
 def run(folder, script, *args):
-    """Run a script on one rank under watched.py until the script ends; return the result."""
+    """Run a script on one rank under watched.py; return the rank's exit status and output."""
     [[result]] = run_jobs(1, [(watched.__file__, ["--into", folder, script, *args])], folder)
     return result
 

@@ -84,7 +84,7 @@ def expected_documents(name, messages):
     """
     ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
     # If a turn follows an answer, the template phi3 changes the end of the answer, and qwen3
-    # removes its thoughts. So each answer must be the end of its own document.
+    # removes the thoughts of the answer. So each answer must be the end of its own document.
     if name == "phi3":
         return [phi3_document(messages[: end + 1]) for end in ends]
     if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
@@ -106,9 +106,8 @@ def phi3_document(messages):
 def last_answer(messages):
     """Return a conversation as a document of the template qwen3.
 
-    The document has the thoughts of the last answer, but of no earlier answer. The document is a
-    list of pairs (text, whether the text is learned); only the last answer is
-    learned.
+    The document is a list of pairs (text, whether the text is learned). Only the last answer is
+    learned, and only the last answer keeps its thoughts.
     """
     document = []
     for turn in messages[:-1]:

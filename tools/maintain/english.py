@@ -39,7 +39,7 @@ BAD_NAMES = """about again each least made many mine of ours place places rest s
 
 # A key names the kinds of text that its patterns check. The value of a pattern is advice: the words
 # to write instead. A space in a pattern also matches a line break. The case of letters matters only
-# in a group that starts with (?-i:.
+# inside `(?-i:...)`.
 RULES = {
     "prose comment trailing docstring message": {
         r"\b(?:of|in|on|at|by|to|from|with|for|under|after|before|through|into) (?:which|whom)\b"
@@ -95,7 +95,7 @@ def without_code(text):
 
 
 def texts_of_markdown(source):
-    """Yield each paragraph, heading, list item and table cell, but no code and no comment."""
+    """Yield each paragraph, heading, list item and table cell, but no code block and no comment."""
     source = blank(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->|<!--.*?-->", source)
     for token in MarkdownIt("gfm-like", {"linkify": False}).parse(source):
         if token.type in ("inline", "html_block"):

@@ -54,9 +54,9 @@ def plan_of(setting):
 def stop_seconds(setting, checkpoint, speed):
     """Return the longest time in seconds from the request to stop until the run has ended.
 
-    After the request, the run takes up to three steps, and saves. With `--checkpoint-async`, an
-    earlier save may still be in progress, and must end first. Add a reserve of one minute, and
-    round up to a multiple of 10 seconds.
+    After the request, the run trains for up to three steps, and saves a checkpoint. With
+    `--checkpoint-async`, an earlier save may still be in progress, and must end first. Add a
+    reserve of one minute, and round up to a multiple of 10 seconds.
     """
     saves = 2 if setting.checkpoint_async else 1
     seconds = 3 * speed["step"] + saves * checkpoint / 1e9 / setting.storage_gbs + 60
@@ -142,8 +142,8 @@ def best_of(layouts):
     """
     smallest = None
     for layout in sorted(layouts, key=lambda layout: -layout["speed"]["tokens_per_second"]):
-        # Skip a layout if its weights, gradients and moments do not fit, because a trace takes a
-        # second. Keep the last layout, so that there is a plan if no layout fits.
+        # Skip a layout whose weights, gradients and moments do not fit, because a plan takes a
+        # second. Never skip the last layout, so that there is a plan even if no layout fits.
         if layout is not layouts[-1] and not state_fits(layout["setting"]):
             continue
         setting = layout["setting"]
