@@ -390,7 +390,7 @@ class Watch:
                 time.sleep(SAMPLE_INTERVAL)
 
     def look(self):
-        """Sample the phase of the main thread, and the line of the user's code that it runs."""
+        """Sample the phase of the main thread, and the line of the user's code that the thread runs."""
         frames = main_stack()
         phase = phase_of(frames)
         if phase == "other" and not self.steps.count:
@@ -417,7 +417,8 @@ class Watch:
 
     def tell(self):
         """Write a heartbeat, which whats_wrong.py reads."""
-        # If no signal has arrived, the pipe is empty, and os.read() raises BlockingIOError.
+        # If no signal has arrived since the last heartbeat, the pipe is empty, and os.read() raises
+        # BlockingIOError.
         with suppress(BlockingIOError):
             if signal.SIGTERM in os.read(self.signal_pipe, 64):
                 self.sigterm_time = time.time()
