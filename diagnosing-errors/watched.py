@@ -390,7 +390,7 @@ class Watch:
                 time.sleep(SAMPLE_INTERVAL)
 
     def look(self):
-        """Sample the phase of the main thread, and the line of the user's code that the thread runs."""
+        """Sample the main thread's phase, and the line of the user's code that this thread runs."""
         frames = main_stack()
         phase = phase_of(frames)
         if phase == "other" and not self.steps.count:
