@@ -37,7 +37,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-# Set these variables before torch is imported, because PyTorch's Flight Recorder reads them. With
+# PyTorch's Flight Recorder reads these variables, so set them before the import of torch. With
 # these values, the recorder keeps the latest 2,000 collectives, and the duration of each NCCL
 # collective.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -46,8 +46,8 @@ os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Each launcher sets its own variables for the rank and the world size. In each of these lists, use
-# the first variable that is set.
+# Each launcher sets its own variables for the rank and the world size. Of each tuple,
+# from_environment() reads the first variable that is set.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -79,8 +79,8 @@ PHASES = (
 # represents every integer of 40 bits exactly.
 HASH_MODULUS = 2**40 - 87
 
-# This pattern matches the files of Python, of installed packages, and of watched.py and inject.py.
-# All other files are the user's code.
+# This pattern matches the paths of Python's library, of installed packages, of watched.py and of
+# inject.py. All other files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 # If a collective's name starts with one of these words, its tensors may have a different size on
@@ -107,7 +107,10 @@ def phase_of(frames):
 
 
 def training_frame(frames):
-    """Return the (file, line, function) of the innermost frame that is in the user's code."""
+    """Return the (file, line, function) of the innermost frame that is in the user's code.
+
+    If no frame is in the user's code, return ("?", 0, "?").
+    """
     own = (frame for frame in reversed(frames) if not FOREIGN.search(frame[0]))
     return next(own, ("?", 0, "?"))
 
@@ -123,8 +126,8 @@ class Steps:
     def __init__(self, every=10):
         # `every` is the number of steps from one check of the inputs and the weights to the next.
         self.every = every
-        # This is the traceback of the first error in a check or in the heartbeat thread. After such
-        # an error, no check runs.
+        # This is the traceback of an error in a check or in the heartbeat thread, or None. After an
+        # error, no check runs.
         self.fault = None
 
         # `count` is the number of steps that this process has run. `earlier_steps` is the number of
@@ -178,9 +181,9 @@ class Steps:
     def note_input(self, args, output):
         """Check the gradient of an embedding's output, and hash the embedding's input.
 
-        A hook checks the gradient in backward(), before the ranks reduce their gradients, so a bad
-        gradient shows a fault of this rank. Hash the input only in steps that also check the
-        weights.
+        A hook checks the gradient in backward(), before data-parallel ranks reduce their
+        gradients, so no other data-parallel rank can have caused a bad gradient. Only steps that
+        also check the weights hash the input.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because
@@ -188,12 +191,12 @@ class Steps:
         is_shared = hasattr(args[0], "_local_tensor")
         if (self.count + 1) % self.every == 0 and not is_shared:
             ids = args[0].long()
-            # Add the square of each id, so that two batches get different hashes even if their ids
-            # have the same sum.
+            # Because of the square of each id, two batches are unlikely to get the same hash even
+            # if the sums of their ids are equal.
             self.sums["input_hash"] += (ids * (ids + 7919)).sum()
 
     def note_gradient(self, gradient):
-        """Count the gradient of a micro-batch if one of its values is not finite."""
+        """Count the gradient of an embedding's output if the gradient is not finite."""
         local = getattr(gradient, "_local_tensor", gradient)
         self.sums["nonfinite_gradients"] += ~local.isfinite().all()
 
@@ -249,16 +252,16 @@ class Steps:
 
 
 def checksum(weights):
-    """Return a number that changes if a bit changes in this rank's part of the weights."""
+    """Return a number that changes if one bit of this rank's part of the weights changes."""
     parts = [getattr(weight, "_local_tensor", weight).detach() for weight in weights]
     hashes = [torch.hash_tensor(part).view(torch.int64) % HASH_MODULUS for part in parts]
     return torch.stack(hashes).sum() % HASH_MODULUS
 
 
 def shard_of(weights):
-    """Return a text that describes this rank's part of the weights.
+    """Return a text that names this rank's shard of the weights, or "whole" without shards.
 
-    Ranks with the same text are replicas: they hold the same part.
+    If all ranks train the same layers, ranks with the same text are replicas.
     """
     parts = set()
     for weight in weights:
@@ -287,7 +290,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return the first environment variable in `names` that is set, as an int, or `default`."""
+    """Return the integer in the first environment variable of `names` that is set, or `default`."""
     values = (os.environ[name] for name in names if name in os.environ)
     return int(next(values, default))
 
@@ -349,10 +352,10 @@ class Watch:
         self.thread.start()
 
     def open_signal_pipe(self):
-        """Open a pipe that receives the number of each signal, and return its read end.
+        """Open a pipe that receives the numbers of signals, and return the read end of the pipe.
 
-        A signal reaches the pipe even while the main thread is in C code, where no Python handler
-        can run.
+        The pipe receives each signal that has a Python handler, even while the main thread is in C
+        code, where the handler cannot run.
         """
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
@@ -387,7 +390,7 @@ class Watch:
                 time.sleep(SAMPLE_INTERVAL)
 
     def look(self):
-        """Sample the phase of the main thread, and the line of the user's code that it runs."""
+        """Sample the main thread's phase, and the line of the user's code that this thread runs."""
         frames = main_stack()
         phase = phase_of(frames)
         if phase == "other" and not self.steps.count:
@@ -399,9 +402,9 @@ class Watch:
             self.position_since = time.time()
 
     def end_by_sigterm(self):
-        """Record that SIGTERM has ended this rank, and end the process as SIGTERM does by default.
+        """Write a last heartbeat and a dump, and end the process as SIGTERM does by default.
 
-        Write a heartbeat and a dump.
+        The heartbeat records SIGTERM as the error that has ended this rank.
         """
         self.error = "SIGTERM ended this rank; a launcher or a person sent it"
         self.end = "failed"
@@ -414,7 +417,8 @@ class Watch:
 
     def tell(self):
         """Write a heartbeat, which whats_wrong.py reads."""
-        # If no signal has arrived, the pipe is empty, and os.read() raises BlockingIOError.
+        # If no signal has arrived since the last heartbeat, the pipe is empty, and os.read() raises
+        # BlockingIOError.
         with suppress(BlockingIOError):
             if signal.SIGTERM in os.read(self.signal_pipe, 64):
                 self.sigterm_time = time.time()
@@ -424,8 +428,8 @@ class Watch:
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
         memory = host_memory()
-        # Append the host memory each time the run has become 3% older. `memory` keeps the latest
-        # six values, which then cover the same share of a short run as of a long run.
+        # Append the host memory each time the run has become 3% older. The latest six values then
+        # cover about a seventh of any run that is longer than a few minutes.
         age = time.time() - self.identity["started"]
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
@@ -501,8 +505,8 @@ class Watch:
         self.error = self.error or message
         self.spare_file.close()
         self.end = "failed" if message else "finished"
-        # Wait until the thread ends, so that it cannot replace the last heartbeat with an older
-        # heartbeat.
+        # Wait until the thread ends, but at most one second. Otherwise, the thread could replace
+        # the last heartbeat with an older heartbeat.
         self.thread.join(timeout=1)
         self.steps.safely(self.steps.collect)
         self.tell()
@@ -515,7 +519,7 @@ def defer_to_thread(*_):
 
 
 def restore_signals():
-    """Restore the default handling of SIGTERM in a forked process."""
+    """Undo watched.py's changes to the handling of signals, in a forked process."""
     if signal.getsignal(signal.SIGTERM) is defer_to_thread:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

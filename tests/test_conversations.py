@@ -64,7 +64,8 @@ def tokens_of(tokenizer, document):
 CASES = [("llama", "llama2", 1, "sdpa"), ("mistral", "qwen3", 8, "sdpa")]
 CASES += [slow("gpt2", "phi3", 2, "sdpa"), slow("gemma3-window", "llama3", 1, "sdpa")]
 CASES += [slow("llama", "built-in", 2, "sdpa"), slow("qwen3", "chatml", 8, "sdpa")]
-# Gemma 3 has both kinds of layers: with a sliding window, and without one.
+# Test flex attention with Gemma 3, which has layers with a sliding window and layers without a
+# window.
 CASES += [slow("gemma3-window", "llama3", 2, "flex_attention")]
 
 
@@ -179,10 +180,10 @@ def random_tokens(number, dtype):
 
 @pytest.fixture(scope="module")
 def tokens(load, tmp_path_factory):
-    """Write three folders of tokens: `text`, `context` without answers, and `mixed`.
+    """Write the folders of tokens `text`, `context` and `mixed`; return their paths by name.
 
-    In `mixed`, only the training samples of rank 1 of two ranks and the held-out samples have
-    answers. Return the paths of the folders by name.
+    `text` has plain text, and `context` has conversations without answers. In `mixed`, only the
+    held-out samples have answers, and the training samples of rank 1 if two ranks train.
     """
     root, chapter = tmp_path_factory.mktemp("tokens"), load("conversations")
     context = random_tokens(12, torch.int32) | chapter.CONTEXT
@@ -232,9 +233,9 @@ ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
 def texts_of(tokenizer, tokens):
-    """Return the text of each document in a folder of tokens, but only if it has an answer.
+    """Read a folder of tokens; return the sorted texts of all documents that have an answer.
 
-    In this text, each answer is between » and «.
+    In these texts, each answer is between » and «.
     """
     texts = []
     for token in np.fromfile(tokens / "000000.tokens", np.int32).tolist():
@@ -379,7 +380,7 @@ FROM_FUNCTION = [
 
 
 def call_rows():
-    """Return one conversation, which calls a tool, as rows in the formats of several data sets."""
+    """Return rows with the same conversation and tool call, in the formats of several data sets."""
     ends = [say("tool", "b"), ANSWER]
     calls = [say("assistant", "", tool_calls=[call]) for call in (CALL, NULLS, AS_TEXT)]
     rows = [{"messages": [ASK, call, *ends], "tools": [TOOL]} for call in calls]
@@ -441,9 +442,9 @@ LAYOUTS = {
 
 
 def merged(chapter, folder):
-    """Merge the changes from chapter 05 to fine-tuning/conversations into a later chapter.
+    """Add fine-tuning on conversations to a later chapter; return the path of the new script.
 
-    Return the path of the merged script.
+    Merge the changes that turn chapter 05 into fine-tuning/conversations, and apply PATCH.
     """
     script = shutil.copy(SCRIPTS[chapter], folder / f"on_{chapter}.py")
     merge = ["git", "merge-file", "--ours", script, SCRIPTS["05"], SCRIPTS["conversations"]]

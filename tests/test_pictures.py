@@ -39,7 +39,7 @@ def test_texts_stay_inside_their_boxes_in_a_wide_font(path):
         assert left + length <= boxes[0][2], text.text
         for box_left, top, width, height in boxes:
             is_label = abs(box_left + width / 2 - x) < 0.1 and top < y < top + height
-            # Allow a number that is wider than its bar, because some bars are very short.
+            # Allow a number that is wider than its bar, because some bars are very narrow.
             assert not is_label or length < width or text.text.isdecimal(), text.text
 
 

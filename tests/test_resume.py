@@ -13,7 +13,8 @@ from conftest import SHORT, difference, metrics, run_jobs, run_or_fail
 from marks import exhaustive, slow
 from runs import check_user_error, copy_run
 
-# Each run takes and logs 12 steps, and evaluates and saves in every fourth step.
+# Each run has 12 steps. It logs every step, and evaluates and saves a checkpoint in every fourth
+# step.
 ARGS = [*SHORT, "--config", "num_hidden_layers=1", "--seq-length", 32, "--num-steps", 12]
 ARGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
 
@@ -111,7 +112,7 @@ def test_row_that_a_kill_has_cut_changes_no_other_row(finished):
 def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(
     run_of, tmp_path, chapter, num_ranks
 ):
-    """Check that the run does not start again at step 0.
+    """Check that a run whose newest checkpoint is broken does not start again at step 0.
 
     After the broken checkpoint is moved away, the run must continue from the checkpoint before it.
     """

@@ -43,7 +43,7 @@ def start(tmp_path):
 
 
 def rows_in_events(run_dir):
-    """Return the metrics that TensorBoard reads, by step, or None if there is no file.
+    """Return the metrics that TensorBoard reads, by step, or None if a file has disappeared.
 
     The metrics are 32-bit numbers.
     """
@@ -85,7 +85,7 @@ def test_missing_run_or_package_prints_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_following_tool_sends_runs_through_a_resume(tmp_path, start):
-    """Let a resume replace rows of metrics while track.py follows the run."""
+    """Append further rows for old steps, as a resume does, while track.py follows the run."""
     for name in ("one", "two"):
         add_rows(tmp_path / name, 0, 1, 2, 3, 4)
     runs = [tmp_path / name for name in ("one", "nosuch", "two")]
@@ -143,7 +143,7 @@ def test_mlflow_gets_each_new_value_once(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["03", exhaustive("08")])
 def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
-    """Apply each-node.patch, but start a wandb run on each rank instead of each node."""
+    """Apply each-node.patch, but start a wandb run on each rank instead of one on each node."""
     script = tmp_path / "train_llm.py"
     subprocess.run(["patch", "--output", script, SCRIPTS[chapter], PATCH], check=True)
     change_file(script, 'is_tracked = os.environ["LOCAL_RANK"] == "0"', "is_tracked = True")

@@ -15,7 +15,7 @@ from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail,
 
 
 def run(folder, script, *args):
-    """Run a script on one rank under watched.py until the script ends; return the result."""
+    """Run a script on one rank under watched.py; return the rank's exit status and output."""
     [[result]] = run_jobs(1, [(watched.__file__, ["--into", folder, script, *args])], folder)
     return result
 
@@ -33,7 +33,7 @@ def written(folder, text):
 
 # ---- scripts run and end as they do without it -------------------------------------------------
 OWN = "import sys, neighbour; assert [__name__, *sys.argv[1:]] == ['__main__', '-e', '--into']"
-# Each script has an exit status, and a part of the error in the last heartbeat.
+# Map each script to its exit status and to a part of the error in its last heartbeat.
 ENDS = {
     OWN: (0, "None"),
     "import sys; sys.exit('no way')": (1, "SystemExit: no way"),
@@ -135,7 +135,7 @@ class Tokens(torch.nn.Module):
 def steps(monkeypatch):
     """Return a watched.Steps, which counts and checks the optimizer steps of this process.
 
-    After the test, restore the functions and the hooks of torch that watched.Steps replaces.
+    After the test, undo the changes that watched.Steps has made to torch's functions and hooks.
     """
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     monkeypatch.setattr(torch.nn.Embedding, "forward", torch.nn.Embedding.forward)

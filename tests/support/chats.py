@@ -83,8 +83,8 @@ def expected_documents(name, messages):
     Each document is a list of pairs (text, whether the text is learned).
     """
     ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    # The template phi3 changes an answer when another turn follows, and qwen3 removes the answer's
-    # thoughts. So each answer must end a document of its own.
+    # If a turn follows an answer, the template phi3 changes the end of the answer, and qwen3
+    # removes the thoughts of the answer. So each answer must be the end of its own document.
     if name == "phi3":
         return [phi3_document(messages[: end + 1]) for end in ends]
     if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
@@ -93,7 +93,7 @@ def expected_documents(name, messages):
 
 
 def phi3_document(messages):
-    """Return a conversation as the template phi3 writes it, with <|endoftext|> at the end.
+    """Return a conversation as a document of the template phi3, with <|endoftext|> at the end.
 
     The document is a list of pairs (text, whether the text is learned); only the last answer is
     learned.
@@ -104,10 +104,10 @@ def phi3_document(messages):
 
 
 def last_answer(messages):
-    """Return a conversation as the template qwen3 writes it, without thoughts in earlier answers.
+    """Return a conversation as a document of the template qwen3.
 
-    The document is a list of pairs (text, whether the text is learned); only the last answer is
-    learned.
+    The document is a list of pairs (text, whether the text is learned). Only the last answer is
+    learned, and only the last answer keeps its thoughts.
     """
     document = []
     for turn in messages[:-1]:
@@ -118,9 +118,9 @@ def last_answer(messages):
 
 
 def turn_text(name, turn):
-    """Return a turn as the template `name` writes it.
+    """Return the texts that the template `name` writes for a turn.
 
-    The turn is a list of pairs (text, whether the text is learned).
+    The result is a list of pairs (text, whether the text is learned).
     """
     role, content = turn["role"], turn["content"]
     is_answer = role == "assistant"
@@ -137,7 +137,7 @@ def turn_text(name, turn):
 
 
 def trim(document, name):
-    """Return a document with the start of its template, and without a final line break.
+    """Add the start of a document, remove its final line break, and return the new document.
 
     The start is the text that the template `name` puts before the first turn.
     """
@@ -196,7 +196,8 @@ def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
 def pairs(number=24):
     """Return `number` rows, each with a chosen and a rejected answer to a prompt.
 
-    The rows have three formats of data sets. Either of the two answers may be longer.
+    The rows use three formats of data sets in turn. Some chosen answers are longer than the
+    rejected answers, and some are shorter.
     """
     rows = []
     for index, turns in enumerate(conversations(number)):
@@ -294,7 +295,7 @@ def distances(chapter, args, model, train_set, loss, gradients):
 
 
 def largest_distance(model, gradients):
-    """Return the largest relative difference between a sharded weight's gradient and `gradients`.
+    """Compare each weight's gradient with `gradients`; return the largest relative difference.
 
     Leave out frozen weights, and weights whose gradient in `gradients` is almost 0.
     """

@@ -24,7 +24,8 @@ def records(path):
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         at += HEADER + size
         record += data[at - size : at]
-        # The record is complete, because kind 1 marks its only part, and kind 4 its last part.
+        # Kind 1 marks the only part of a record, and kind 4 the last part, so the record is
+        # complete.
         if kind in (1, 4):
             yield Record.FromString(record)
             record = b""

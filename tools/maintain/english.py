@@ -38,8 +38,8 @@ BAD_NAMES = """about again each least made many mine of ours place places rest s
     stuff such theirs then there thing things this those told wanted what which who whole"""
 
 # A key names the kinds of text that its patterns check. The value of a pattern is advice: the words
-# to write instead. A space in a pattern also matches a line break, and the case of letters does not
-# matter.
+# to write instead. A space in a pattern also matches a line break. The case of letters matters only
+# inside `(?-i:...)`.
 RULES = {
     "prose comment trailing docstring message": {
         r"\b(?:of|in|on|at|by|to|from|with|for|under|after|before|through|into) (?:which|whom)\b"
@@ -83,7 +83,7 @@ MARKER = re.compile(r"#!|#\s*(?:noqa|type:|fmt:|ruff:|pragma:|\[\[\[|\]\]\]|-{4}
 
 # ---- finding the texts -----------------------------------------------------------------------
 def blank(pattern, text, filler=" ", flags=re.S | re.M):
-    """Return the text with `filler` over each match, so that lines and columns stay the same."""
+    """Overwrite each match of `pattern` with `filler`, so that lines and columns stay the same."""
     return re.sub(pattern, lambda match: re.sub(r"[^\n]", filler, match[0]), text, flags=flags)
 
 
@@ -95,7 +95,7 @@ def without_code(text):
 
 
 def texts_of_markdown(source):
-    """Yield each paragraph, heading, list item and table cell, but no code and no comment."""
+    """Yield each paragraph, heading, list item and table cell, but no code block and no comment."""
     source = blank(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->|<!--.*?-->", source)
     for token in MarkdownIt("gfm-like", {"linkify": False}).parse(source):
         if token.type in ("inline", "html_block"):

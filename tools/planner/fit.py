@@ -68,7 +68,7 @@ def log_misses(runs, numbers):
 def loss_of(runs, numbers):
     """Return the sum of the Huber losses of the runs' logarithmic misses with `numbers`.
 
-    Return infinity if fused kernels would exceed 90% of the peak.
+    Return infinity if the factor of fused kernels exceeds its upper limit, the factor in KERNELS.
     """
     if numbers["factor of fused kernels"] > KERNELS["fused"][0]:
         return math.inf

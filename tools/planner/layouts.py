@@ -54,9 +54,9 @@ def plan_of(setting):
 def stop_seconds(setting, checkpoint, speed):
     """Return the longest time in seconds from the request to stop until the run has ended.
 
-    After the request, the run takes up to three steps, and saves. With `--checkpoint-async`, an
-    earlier save may still be in progress, and must end first. Add a reserve of one minute, and
-    round up to a multiple of 10 seconds.
+    After the request, the run trains for up to three steps, and saves a checkpoint. With
+    `--checkpoint-async`, an earlier save may still be in progress, and must end first. Add a
+    reserve of one minute, and round up to a multiple of 10 seconds.
     """
     saves = 2 if setting.checkpoint_async else 1
     seconds = 3 * speed["step"] + saves * checkpoint / 1e9 / setting.storage_gbs + 60
@@ -76,7 +76,7 @@ def checkpoint_bytes(setting):
 
 
 def ways_to_split(args):
-    """Return a tuple for each way to split the model: its name, its chapter, and lists of flags.
+    """Return the ways to split the model, each as a tuple (name, chapter, lists of flags).
 
     A layout combines one element of each list. The last element of a list saves the most memory.
     """
@@ -86,7 +86,7 @@ def ways_to_split(args):
         powers = [2**power for power in range(1, 13)]
         return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
-    # The ranks of a tensor-parallel or context-parallel group share the activations of each sample,
+    # The ranks of a tensor-parallel or context-parallel group split the activations of each sample,
     # so a rank has memory for larger micro-batches.
     batch, group = args.batch_size, args.batch_size * args.gpus_per_node
     alone = [f"--batch-size {size}" for size in sorted({batch, 1}, reverse=True)]
@@ -97,7 +97,8 @@ def ways_to_split(args):
     stages = sizes("pipeline", min(args.ranks, 32))
     schedules = ["--pipeline-schedule interleaved-1f1b", ""]
     styles = ["", "--context-parallel-style ulysses"]
-    # Chapters 06 and 07 cannot split the layers of a mixture of experts, but chapter 09 can.
+    # In a mixture of experts, only chapter 09 can split each layer with tensor parallelism, so use
+    # chapter 09 in place of chapters 06 and 07.
     is_mixture = any(isinstance(shape, ExpertShape) for shape in args.model.shapes)
     tensor_chapter, both_chapter = ("09", "09") if is_mixture else ("06", "07")
     ways = [
@@ -136,13 +137,13 @@ def best_layouts(args):
 def best_of(layouts):
     """Return the plan of the fastest layout that fits.
 
-    If no layout fits, return the plan of the layout that needs the least GPU memory. If no layout
-    has a plan, return None.
+    If no layout fits, return the plan of the layout that needs the least GPU memory, apart from
+    skipped layouts. If no layout has a plan, return None.
     """
     smallest = None
     for layout in sorted(layouts, key=lambda layout: -layout["speed"]["tokens_per_second"]):
-        # Skip a layout if its weights, gradients and moments do not fit, because a trace takes a
-        # second. Keep the last layout, so that there is a plan if no layout fits.
+        # Skip a layout whose weights, gradients and moments do not fit, because a plan takes a
+        # second. Never skip the last layout, so that there is a plan even if no layout fits.
         if layout is not layouts[-1] and not state_fits(layout["setting"]):
             continue
         setting = layout["setting"]
@@ -164,9 +165,9 @@ def best_of(layouts):
 
 
 def state_fits(setting):
-    """Return whether a rank's weights, gradients and moments fit on its GPU.
+    """Return whether the weights, gradients and moments of a rank of stage 0 fit on its GPU.
 
-    With CPU offload, return true, because they are in CPU memory.
+    With CPU offload, return true, because the CPU memory then holds these tensors.
     """
     state = state_bytes(stages_of(setting)[0], setting)
     return setting.cpu_offload or sum(state.values()) < setting.gpu_memory_gib * GIB
