@@ -36,8 +36,8 @@ def spans_of(trace):
     nodes = spans("cpu_op", "autograd::engine::evaluate_function")
     first, last = min(start for start, _ in nodes), max(map(sum, nodes))
     found["backward"] = [(first, last - first)]
-    # End each all-reduce when the step uses the result, because Gloo's thread records the end too
-    # late.
+    # End each all-reduce at the latest when clipping starts, because clipping uses the result, and
+    # Gloo's thread records the end too late.
     used = min(start for start, _ in found["clip and step"])
     sums = spans("user_annotation", "gloo:all_reduce")
     found["all-reduce"] = [(start, min(length, used - start)) for start, length in sums]

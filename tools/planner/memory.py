@@ -18,7 +18,7 @@ from training_step import stages_of
 
 # activations.py measures these parts of a GPU's memory in a run on fake tensors.
 TRACED_PARTS = ["activations", "logits"]
-# PARTS lists all parts of a GPU's memory in the order of a plan.
+# A plan shows the parts of a GPU's memory in this order.
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
 PARTS += TRACED_PARTS
 PARTS += ["communication"]
@@ -190,7 +190,7 @@ class StepMemory:
             self.peak, self.when, self.most = total, when, self.held + Counter(temporary)
 
     def enter(self, name, number):
-        """Set the bytes of activations and logits to those when the segment `name` starts.
+        """Update `held` with the activations and logits that exist when the segment `name` starts.
 
         The segment is part of layer `number`. The run on fake tensors has at most two layers, so
         assume that each further layer keeps the same number of bytes as the last traced layer.
@@ -414,8 +414,8 @@ def host_memory(setting, part):
     model in CPU memory. From chapter 05 on, a rank builds only the weights outside of the layers
     and one layer at a time. Offloaded weights and gradients are in pinned memory. torch rounds the
     size of each pinned tensor up to a power of two: see CachingHostAllocator.h. Before DCP writes
-    tensors of a GPU, it copies them to pinned memory. With --checkpoint-async, it copies them to
-    memory that is not pinned: see _state_dict_stager.py.
+    tensors of a GPU, it copies the tensors to pinned memory or, with --checkpoint-async, to memory
+    that is not pinned: see _state_dict_stager.py.
     """
     # Without GPUs, all tensors are in CPU memory, and the simulated step already counts them.
     if not setting.cuda:

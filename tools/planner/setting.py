@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-# setting_of() resets these flags to these values, their defaults, before it applies `changes`.
+# Before setting_of() applies `changes`, it resets these flags to their defaults.
 FLAG_DEFAULTS = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
 # Each key is a flag. Its entry has the first chapter that accepts the flag, and a value: earlier
 # chapters train as if the flag had this value.
@@ -76,7 +76,10 @@ def numbers(shapes):
 
 
 def local_numbers(shapes, setting):
-    """Return the number of elements in the weights that a rank gathers, without others' experts."""
+    """Return the number of elements in the weights that a rank gathers.
+
+    Leave out the experts of other ranks.
+    """
     experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
     others = numbers(shapes) - numbers(experts)
     return others + numbers(experts) // setting.expert_parallel_size
@@ -109,8 +112,8 @@ def shards_of(shapes, num_shards, num_expert_shards, expert_ranks):
         count = num_expert_shards if is_expert else num_shards
         local_rows = rows // expert_ranks if is_expert else rows
         elements = -(-local_rows // count) * columns
-        # If the number of columns, but not of experts, is divisible by the number of shards,
-        # placement_of() in chapter 04 shards the columns.
+        # If the number of columns is divisible by the number of shards, but the number of experts
+        # is not, placement_of() in chapter 04 shards the columns.
         if len(shape) == 3 and local_rows % count and shape[2] % count == 0:
             elements = local_rows * columns // count
         found[count] += elements
@@ -150,7 +153,7 @@ class Setting(SimpleNamespace):
     """
 
     def changed(self, **changes):
-        """Return a copy of this Setting in which some arguments have the given values."""
+        """Return a copy of this Setting with the given arguments in place of its own."""
         return Setting(**(self.__dict__ | changes))
 
     @property
@@ -253,6 +256,6 @@ def stages_per_rank(schedule):
 
 
 def bubble(schedule, ranks, micro_batches):
-    """Return the share of a step in which a pipeline rank is idle, by chapter 07's formula."""
+    """Return the share of a step that a pipeline rank is idle, by the formula in chapter 07."""
     turns = stages_per_rank(schedule) * micro_batches
     return (ranks - 1) / (turns + ranks - 1)
