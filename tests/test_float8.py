@@ -34,7 +34,7 @@ def script(load, one_rank_group):
 
 
 def with_exact_scale(folder):
-    """Write a changed script, where a scale need not be a power of two; return the script's path."""
+    """Write a script whose scales may differ from powers of two; return the script's path."""
     return change_file(SCRIPTS["float8"], POWER, EXACT, folder / "exact/train_llm.py")
 
 

@@ -119,7 +119,7 @@ def test_resume_is_exact_to_the_bit(shards, one_rank_group, tmp_path, capsys):
     code = page()
     losses = run(code, tmp_path / "alone", shards=shards)
     lines = capsys.readouterr().out.splitlines()
-    # Let this run fail with an error three steps after its checkpoint.
+    # This iterator raises a ZeroDivisionError three steps after the run's checkpoint.
     stops = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))
     with pytest.raises(ZeroDivisionError):
         run(code, tmp_path / "killed", stops, shards)

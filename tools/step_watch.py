@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from step_time import collective
 
 aten = torch.ops.aten
-# Each key is a function of torch or of a script. The value is the kind of the tensors that the
+# Each key names a function of torch or of a script. The value is the kind of the tensors that the
 # function creates.
 KINDS = {
     "init_all_gather_outputs": "gathered weights",
@@ -50,7 +50,7 @@ class Watch(TorchDispatchMode):
     `phase` names the current phase. For the peak of each phase on each device, `peaks` has the live
     bytes by kind of tensor, and the line that the script was running. `waits` counts the waits by
     phase, line and reason. `sent` has the number of calls, the sent bytes and the estimated seconds
-    of collectives. Its keys are phase, kind, number of ranks, number of nodes, device and line.
+    of collectives, by phase, kind, number of ranks, number of nodes, device and line.
     """
 
     def __init__(self, options):
@@ -259,7 +259,7 @@ class Watch(TorchDispatchMode):
 
 
 def group_of(value):
-    """Return the process group that a collective's argument stands for, if any, or None."""
+    """Return the process group that a collective's argument stands for, otherwise None."""
     with contextlib.suppress(Exception):
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)

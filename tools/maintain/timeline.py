@@ -16,7 +16,7 @@ from where import select
 
 
 def spans_of(trace):
-    """Return the parts of the last step in a rank's trace, such as the forward pass, by name.
+    """Return the parts of a rank's last step, such as the forward pass, by name.
 
     A part has a list of pairs: the start and the length of a span of time in ms.
     """

@@ -316,7 +316,7 @@ class ShardedMemory(StepMemory):
         self.gather_buffers[group] = output
 
     def use(self, group):
-        """Wait for the all-gather of a group, and copy the gathered weights out of the buffer."""
+        """Complete the all-gather of a group: copy the gathered weights out of its output buffer."""
         if group in self.gathered:
             return
         self.gather(group)
