@@ -316,7 +316,7 @@ class ShardedMemory(StepMemory):
         self.gather_buffers[group] = output
 
     def use(self, group):
-        """Complete the all-gather of a group: copy the gathered weights out of its output buffer."""
+        """Complete a group's all-gather: copy the gathered weights out of the output buffer."""
         if group in self.gathered:
             return
         self.gather(group)
