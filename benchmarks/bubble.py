@@ -23,7 +23,7 @@ RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b
 
 
 class Sleep(torch.autograd.Function):
-    """Return a tensor unchanged; in the backward pass, call `work(name)`, which sleeps."""
+    """Return a copy of a tensor; in the backward pass, call `work(name)`, which sleeps."""
 
     @staticmethod
     def forward(ctx, tensor, work, name):
@@ -39,7 +39,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Stage(torch.nn.Module):
-    """Act as a pipeline stage that only sleeps; record each sleep as [name, start, end]."""
+    """Act as a pipeline stage that only sleeps; append [name, start, end] to `done` each time."""
 
     def __init__(self, done):
         super().__init__()
@@ -87,7 +87,11 @@ def take_step(chapter, args, name, micro_batches):
 
 
 def most_in_flight(events, passes):
-    """Return the highest number of micro-batches whose activations a rank keeps at one time."""
+    """Return the highest number of micro-batches whose activations a rank keeps at one time.
+
+    A rank has `passes` stages. A micro-batch counts as 1 / `passes` for each of these stages that
+    keeps its activations.
+    """
     changes = [(first, 1) for work, first, _ in events if work == "forward"]
     changes += [(last, -1) for work, _, last in events if work == "weight gradient"]
     return max(accumulate(change for _, change in sorted(changes))) / passes

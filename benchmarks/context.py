@@ -22,7 +22,7 @@ SAMPLES, LENGTHS = 4, [256, 512, 1024, 2048]
 
 
 def storage_of(tensor):
-    """Return the storage of a tensor or of a DTensor's local part; all views share this storage."""
+    """Return the storage of a tensor, or of a DTensor's local part; a view has the same storage."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
@@ -31,8 +31,8 @@ def bytes_kept(chapter, args, model, batch):
     sizes = {}
 
     def pack(tensor):
-        # Look up the weights for each saved tensor, because FSDP replaces a layer's weights while
-        # it gathers the layer.
+        # Look up the weights again for each saved tensor, because FSDP replaces a layer's shards
+        # with the gathered weights while the layer runs.
         weights = {storage_of(weight).data_ptr() for weight in model.parameters()}
         storage = storage_of(tensor)
         if storage.data_ptr() not in weights:
@@ -55,7 +55,7 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Yield a row per case: the bytes kept for the backward pass at each sequence length."""
+    """Yield a row for each case, with the bytes that the fullest rank keeps, by sequence length."""
     for name in args.only:
         ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"

@@ -14,8 +14,8 @@ TINY = ROOT / "09-expert-parallel/tiny-mixture"
 MIXTURE = ["-m", TINY, "--lr", 2e-4]
 RATE = [*MIXTURE, "--expert-balance-rate", 0.01]
 EP2 = ["--expert-parallel-size", 2]
-# Each layout has a number of ranks and a list of flags. With --recompute full, each token counts
-# twice in the load of its experts.
+# Each layout has a number of ranks and a list of flags. With --recompute full, the script counts
+# each token twice, but the shares of the experts stay the same.
 LAYOUTS = {"one": (1, []), "fsdp2": (2, []), "ep2": (2, [*EP2, "--recompute", "full"])}
 
 
@@ -24,14 +24,14 @@ def is_bias(name):
 
 
 def biases_of(run_dir, step):
-    """Return the biases of all routers in a checkpoint as a tensor, [layers, experts]."""
+    """Return the biases of all routers in a checkpoint as a tensor of shape [layers, experts]."""
     weights = read_checkpoint(run_dir, step)["model"]
     return torch.stack([weights[name] for name in sorted(weights) if is_bias(name)])
 
 
 @pytest.fixture
 def sharded(load, one_rank_group, monkeypatch):
-    """Return a function that builds what chapter 09 needs for a step, given flags.
+    """Return a function that prepares a training step of chapter 09 with the given flags.
 
     The function returns the chapter, the arguments, the sharded model and the training samples.
     """
@@ -93,7 +93,7 @@ def test_balancing_lowers_the_load_of_the_most_loaded_expert(root):
 
 
 def check_balanced_run(run_dir, reference):
-    """Check that a run has the same losses, largest expert loads and biases as `reference`."""
+    """Check that two runs have equal biases and largest loads, and losses within 1e-5."""
     curve, expected = metrics(run_dir), metrics(reference)
     assert difference(curve, expected) < 1e-5
     assert difference(curve, expected, names=["experts"]) == 0
@@ -135,7 +135,7 @@ def test_finished_model_has_the_biases(root):
 
 
 # ---- the loss for balancing ------------------------------------------------------------------
-# The weight of the loss for balancing is so high that this loss changes every gradient.
+# Give the loss for balancing a high weight, so that it clearly changes the gradients.
 LOSS = ["--lr", 1e-3, "--expert-balance-loss", 1, "-b", 2, "--num-steps", 8]
 LOSS_LAYOUTS = [
     exhaustive(1, "--compile"),
@@ -148,7 +148,7 @@ LOSS_LAYOUTS = [
 
 
 def gradients_of(chapter, args, model, train_set):
-    """Return the loss and the gradients of the first step."""
+    """Return the loss of the first step, and a dictionary of the full gradients."""
     loss = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
     weights = model.named_parameters()
     gradients = {name: weight.grad.full_tensor().clone() for name, weight in weights}
@@ -158,9 +158,9 @@ def gradients_of(chapter, args, model, train_set):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", slow("mixtral"), slow("olmoe"), slow("gpt_oss")])
 def test_balance_loss_has_the_gradient_of_the_textbook(sharded, layout_models, family):
-    """Compare chapter 09's gradient with autograd's gradient of Switch Transformers' loss.
+    """Compare chapter 09's gradients with autograd's gradients of Switch Transformers' loss.
 
-    Both losses get the same token counts.
+    Compute both losses for balancing with the same token counts.
     """
     words = ["-m", layout_models / family, *LOSS, "-b", 8]
     chapter, args, model, train_set = sharded(*words)
@@ -170,7 +170,8 @@ def test_balance_loss_has_the_gradient_of_the_textbook(sharded, layout_models, f
     model.token_totals = totals
     same_loss, found = gradients_of(chapter, args, model, train_set)
     assert same_loss == loss
-    # Compute the same step again, and add Switch Transformers' loss to the loss of the model.
+    # Compute the same step without chapter 09's loss for balancing, but add Switch Transformers'
+    # loss to the loss of the model.
     model.token_totals = torch.zeros(0)
     original, logits_of_layers = chapter.loss_of, []
     for router in chapter.routers_of(model):
@@ -247,7 +248,7 @@ def test_run_with_balance_loss_continues_on_another_layout(loss_root, layout_mod
 # ---- ranks without tokens --------------------------------------------------------------------
 @pytest.mark.slow
 def test_rank_without_tokens_changes_no_curve(tmp_path, small_tokens):
-    """Train a model whose router biases are so high that all tokens choose experts of rank 0."""
+    """Train a model whose router biases make all tokens choose the same two experts on rank 0."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
     for name, bias in model.named_buffers():

@@ -24,7 +24,7 @@ from runs import evaluate_export
 DEVICE = torch.device("cpu")
 SMALL = [*SHORT, "--config", "hidden_size=64", "num_hidden_layers=2"]
 POWER = "scale = torch.exp2(largest.where(largest > 1e-30, 1.0).log2().ceil() - highest)"
-# With this scale, the largest value of a tensor becomes the largest value in float8.
+# With this scale, the largest value of a tensor becomes the largest value that float8 can hold.
 EXACT = "scale = largest.clamp(min=1e-30) / torch.finfo(dtype).max"
 
 
@@ -34,7 +34,7 @@ def script(load, one_rank_group):
 
 
 def with_exact_scale(folder):
-    """Write a copy of the script whose scales are not powers of two; return the copy's path."""
+    """Write a script whose scales may differ from powers of two; return the script's path."""
     return change_file(SCRIPTS["float8"], POWER, EXACT, folder / "exact/train_llm.py")
 
 
@@ -99,9 +99,9 @@ def gradients_of_layer(script, models, is_compiled):
 
 
 def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
-    """Compile with fullgraph, which raises an error if PyTorch cannot trace a product.
+    """Compile with fullgraph, which raises an error if the layer does not become one graph.
 
-    Generate no code, because compiling the generated C++ would take a minute.
+    Use a backend that generates no code, because compiling the generated C++ would take a minute.
     """
     found = gradients_of_layer(script, models, is_compiled=True)
     eager = gradients_of_layer(script, models, is_compiled=False)
@@ -112,10 +112,11 @@ def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
 # ---- scales ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_largest_value_changes_the_rounding_only_without_powers_of_two(script, tmp_path, is_exact):
-    """Round a tensor several times, each time with a different largest value.
+    """Set one value of a tensor to 5, then to 50, and then to 300.
 
-    Count how many of its other values round differently. Leave out values near 0, which float8
-    rounds more coarsely when the scale grows.
+    Each time, count the other values whose rounded results differ from those in the original
+    tensor. Replace values near 0 at first, because float8 rounds small values more coarsely when
+    the scale grows.
     """
     script = harness.load(with_exact_scale(tmp_path)) if is_exact else script
     torch.manual_seed(0)
@@ -151,9 +152,9 @@ def test_largest_value_fits_and_powers_of_two_stay(script, exponent):
 
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limited):
-    """Check that the script detects infinity in a layer: the layer's scale becomes infinite, too.
+    """Check that a step detects infinite inputs of a layer, which make the scale infinite.
 
-    With a limit on the scale, the script must miss the infinity.
+    If a change to the script limits the scale, the step must miss the infinity.
     """
     if is_limited:
         old, changed = "tensor.abs().amax().float()", tmp_path / "train_llm.py"
@@ -177,7 +178,7 @@ def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limi
 
 # ---- the modules that multiply in float8 -----------------------------------------------------
 def modules_of(script, capsys, *words):
-    """Build a model; return the names of its modules in float8, and the script's output."""
+    """Build a model; return the names of its float8 modules, and the script's printed text."""
     _, model, *_ = prepare_training(script, *SMALL, *words)
     modules = model.named_modules()
     names = [name for name, module in modules if type(module) is script.Float8Linear]
@@ -233,7 +234,7 @@ FLOAT8, BF16 = ["--float8"], ["--precision", "bf16"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Train the runs that the tests compare, in different layouts; return the runs' folder."""
+    """Train all runs that the tests compare; return the folder of the runs."""
     root = tmp_path_factory.mktemp("float8")
     ranks1 = {"parent": ("05", []), "off": ("float8", []), "ranks1": ("float8", FLOAT8)}
     ranks2 = {"ranks2": ("float8", FLOAT8), "bf16-ranks2": ("float8", FLOAT8 + BF16)}
@@ -269,10 +270,10 @@ PAIRS += [("bf16-ranks2", "ranks2"), ("bf16-ranks2", "parent")]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_losses_differ_by_less_than_5e_3_on_average(root, pair):
-    """Check also that the losses of a pair are not equal.
+    """Limit the mean difference, because a loss may differ by 5e-2 if the gradient norm is large.
 
-    Equal losses would show that both runs compute the same, so the comparison would test nothing.
-    Compare the mean difference, because a step with a large gradient norm may differ by 5e-2.
+    Check also that the losses of a pair are not equal. Equal losses would show that both runs
+    compute the same, so the comparison would test nothing.
     """
     in_steps, in_evaluations = mean_difference(root, *pair)
     print(*pair, in_steps, in_evaluations)
@@ -295,7 +296,7 @@ def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, l
 
 
 def test_largest_differences_of_seeds_are_in_the_table():
-    """Give different losses to only one run: the run of the first seed, in float8, on 4 ranks."""
+    """Give all runs equal losses, except the run of the first seed in float8 on 4 ranks."""
     seeds = harness.load(ROOT / "related-topics/float8/seeds.py")
     rows = [
         {"seed": seed, "precision": precision, "ranks": ranks, "val_loss": 2.0}

@@ -60,7 +60,7 @@ def test_weights_with_other_names_are_read_after_they_were_written_out(
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_saved_shards_become_a_model_folder(name, folders, one_rank_group, tmp_path):
-    """Check that saving keeps two checkpoints, and deletes the leftovers of a killed run."""
+    """Check also that saving keeps the last two checkpoints, and deletes a partial checkpoint."""
     code = page()
     model = code.load_sharded(folders[name], "cpu")
     with torch.no_grad():
@@ -86,17 +86,18 @@ SAMPLES = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Model(torch.nn.Sequential):
-    """Compute the loss of a small model with dropout."""
+    """Compute the mean squared difference between the outputs and the shifted inputs."""
 
     def forward(self, inputs):
         return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
 
 
 def run(code, path, stops=None, shards=False):
-    """Train a small model with the pages' code, or resume from a checkpoint in `path`.
+    """Train a small model with the pages' code; resume the run if `path` has a checkpoint.
 
     Print a line per step, and return the losses by step. `stops` has one truth value per step: the
-    run stops after the first true value. With `shards`, use FSDP and sharded checkpoints.
+    run stops after the first step with a true value. With `shards`, use FSDP and sharded
+    checkpoints.
     """
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
@@ -118,7 +119,7 @@ def test_resume_is_exact_to_the_bit(shards, one_rank_group, tmp_path, capsys):
     code = page()
     losses = run(code, tmp_path / "alone", shards=shards)
     lines = capsys.readouterr().out.splitlines()
-    # Let this run fail with an error three steps after its checkpoint.
+    # This iterator raises a ZeroDivisionError three steps after the run's checkpoint.
     stops = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))
     with pytest.raises(ZeroDivisionError):
         run(code, tmp_path / "killed", stops, shards)

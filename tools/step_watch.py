@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from step_time import collective
 
 aten = torch.ops.aten
-# Each key is a function of torch or of a script. The value is the kind of the tensors that the
+# Each key names a function of torch or of a script. The value is the kind of the tensors that the
 # function creates.
 KINDS = {
     "init_all_gather_outputs": "gathered weights",
@@ -35,11 +35,11 @@ KINDS = {
     "_prepare_forward_infra": "communication",
     "_prepare_backward_infra": "communication",
 }
-# Recognize a collective if the name of torch's operation contains one of these kinds, with or
-# without "_" between the words.
+# The name of a collective's operation in torch contains one of these kinds, with "_" or nothing in
+# place of "-".
 COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all broadcast send".split()
-# The CPU waits for the GPU in these operations: READS return a value to the CPU, and the results of
-# SHAPES have a shape that depends on values.
+# The CPU waits for the GPU in these operations. An operation in READS returns a value to the CPU,
+# and the shape of a result of an operation in SHAPES depends on values.
 READS = [aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default]
 SHAPES = [aten.nonzero.default, aten.masked_select.default]
 
@@ -47,23 +47,23 @@ SHAPES = [aten.nonzero.default, aten.masked_select.default]
 class Watch(TorchDispatchMode):
     """Count tensors, collectives and waits in the phases of a run.
 
-    `phase` names the current phase. `peaks` has the live bytes by kind of tensor, and the line of
-    the script, at the peak of each phase and device. `waits` counts the waits by phase, line and
-    reason. `sent` has the calls, bytes and seconds of collectives, by phase, kind, ranks, nodes,
-    device and line.
+    `phase` names the current phase. For the peak of each phase on each device, `peaks` has the live
+    bytes by kind of tensor, and the line that the script was running. `waits` counts the waits by
+    phase, line and reason. `sent` has the number of calls, the sent bytes and the estimated seconds
+    of collectives, by phase, kind, number of ranks, number of nodes, device and line.
     """
 
     def __init__(self, options):
         super().__init__()
         self.options, self.phase, self.paused = options, "start", 0
-        # Record the size, the device and the kind of each live storage. `live` has the sums of the
-        # sizes, by device and kind.
+        # `storages` has the size, the device and the kind of each live storage. `live` has the sums
+        # of the sizes, by device and kind.
         self.storages, self.live = {}, {"gpu": Counter(), "cpu": Counter()}
         self.peaks, self.waits, self.sent = {}, Counter(), {}
         self.pinned = set()
 
     def watch_torch(self):
-        """Wrap functions of torch, to count resized storages and gradients of gathered weights."""
+        """Wrap functions of torch, to count resized storages and to recognize full gradients."""
         resize, init_weight = torch.UntypedStorage.resize_, FSDPParam.init_unsharded_param
 
         def resize_and_count(storage, size):
@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def ignoring(self):
-        """Count no tensors that are created in this context, or in a function that it decorates."""
+        """Ignore the operations in a `with` block, or in a function that has this decorator."""
         self.paused += 1
         try:
             yield
@@ -91,15 +91,16 @@ class Watch(TorchDispatchMode):
             self.paused -= 1
 
     def peak_bytes(self, device):
-        """Return the most bytes that tensors have used on a device so far."""
+        """Return the largest number of bytes that tensors have used on a device so far."""
         return max((kinds.total() for (_, on), (kinds, _) in self.peaks.items() if on == device))
 
     # ---- where the script is -----------------------------------------------------------------
 
     def running_line(self):
-        """Return the script's current line and function, and the kind of the tensors created there.
+        """Return ((line, function), kind): where the script is, and the kind of new tensors.
 
-        The kind is None if no function in KINDS is running.
+        The kind is None if no function in KINDS is running. If the script is not running, the line
+        is 0, and the function is "".
         """
         frame, kind = sys._getframe(2), None
         while frame and frame.f_code.co_filename != self.options.script:
@@ -112,7 +113,7 @@ class Watch(TorchDispatchMode):
         return (frame.f_lineno, code.co_name), kind
 
     def phase_now(self):
-        """Return the name of the current phase; during a backward pass, append "backward"."""
+        """Return the name of the current phase; during a backward pass, append ", backward"."""
         in_backward = torch._C._current_graph_task_id() != -1
         return f"{self.phase}, backward" if in_backward else self.phase
 
@@ -123,10 +124,10 @@ class Watch(TorchDispatchMode):
     # ---- memory ------------------------------------------------------------------------------
 
     def count(self, storage, device=None):
-        """Add a new or resized storage to the live bytes, and update the peak of the phase."""
+        """Update the live bytes and the peak of the phase for a new or resized storage."""
         key = storage._cdata
         before, device, kind = self.storages.get(key, (0, device, None))
-        # torch's allocator rounds sizes up to a multiple of 512 bytes.
+        # torch's allocator for GPUs rounds sizes up to a multiple of 512 bytes.
         size = -(-storage.nbytes() // 512) * 512
         if size == before:
             return
@@ -167,8 +168,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # Leave the operation to these classes, which call it again with the tensors that they
-        # contain.
+        # Leave the operation to DTensor or AsyncCollectiveTensor, which call it again with local
+        # tensors.
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
         if self.paused:
@@ -193,7 +194,7 @@ class Watch(TorchDispatchMode):
         return output
 
     def read(self, func, tensor):
-        """Return the value of a real tensor, or zero for a fake tensor, which has no value.
+        """Return the value of a real tensor; a fake tensor has no value, so return zero or False.
 
         If the tensor is on the GPU, count a wait.
         """
@@ -206,7 +207,7 @@ class Watch(TorchDispatchMode):
         return 0.0 if tensor.is_floating_point() else 0
 
     def check(self, func, args, kwargs):
-        """Count an operation's waits and sent bytes; refuse tensors on different devices."""
+        """Count an operation's waits and sent bytes; refuse a mix of devices that torch refuses."""
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::", "_dtensor::")) and "wait" not in name:
             self.send(name.partition("::")[2], args)
@@ -224,13 +225,13 @@ class Watch(TorchDispatchMode):
                 self.wait(f"copies to the {target.upper()}")
         elif "index" in name:
             self.wait("copies indices to the GPU")
-        # Like torch, allow a number on the CPU as an input, but refuse a tensor on the CPU that
-        # would get a result from the GPU.
+        # Like torch, refuse a fused operation on tensors of different devices, and an operation
+        # that would write a result from the GPU into a tensor on the CPU.
         elif "fused" in name or (func._schema.is_mutable and tensors[0].device.type == "cpu"):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
     def send(self, name, args):
-        """Count a collective of this rank, or a message that it sends to a different rank."""
+        """Count a collective, or a message that this rank sends to a different rank."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         letters = name.replace("_", "")
         kind = next((kind for kind in COLLECTIVES if kind.replace("-", "") in letters), None)
@@ -258,7 +259,7 @@ class Watch(TorchDispatchMode):
 
 
 def group_of(value):
-    """Return the process group that a collective's argument names, or None if it names no group."""
+    """Return the process group that a collective's argument stands for, otherwise None."""
     with contextlib.suppress(Exception):
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
@@ -268,10 +269,10 @@ def group_of(value):
 
 
 def transfer(options, kind, size, ranks, nodes):
-    """Return the seconds of a collective by NCCL's estimate, and the bytes that each rank sends.
+    """Return the estimated seconds of a collective or a message, and the bytes that a rank sends.
 
-    `size` is the number of bytes of the full tensor. A ring over several nodes sends through the
-    network links of all its ranks on a node.
+    `size` is the number of bytes of the full tensor. A ring over several nodes uses the network
+    links of all ranks that it has on a node.
     """
     gbs = options.nvlink_gbs
     if nodes > 1:

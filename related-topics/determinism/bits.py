@@ -24,7 +24,7 @@ RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --b
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8
     --checkpoint-every 10 --keep-checkpoints 2""".split()
 # A layout has a chapter, a number of ranks, a number of threads per rank, and additional flags. The
-# first layout is the norm: the program compares each layout with it.
+# program compares each layout with the first layout.
 LAYOUTS = {
     "01": ("01", 1, 1, ""),
     "01, 2 threads": ("01", 1, 2, ""),
@@ -50,7 +50,10 @@ def train(layout, run_dir):
 
 
 def resume_from_half(layout, run_dir):
-    """Resume a layout's run as if it had been killed after the checkpoint of step 10."""
+    """Delete what a run saved after step 10, resume the run, and return its results.
+
+    The results are the metrics and the final weights, as train() returns them.
+    """
     shutil.rmtree(run_dir / "checkpoints/step-00000020")
     shutil.rmtree(run_dir / "model")
     (run_dir / "finished-20").unlink()
@@ -58,7 +61,11 @@ def resume_from_half(layout, run_dir):
 
 
 def compare(one, other):
-    """Return whether two results of train() have the same bits, and the largest loss difference."""
+    """Compare two results of train(); return a dictionary.
+
+    `identical` is true if all losses, gradient norms and weights have the same bits. `difference`
+    is the largest difference between losses.
+    """
     (rows, weights), (other_rows, other_weights) = one, other
     names = ("loss", "grad_norm", "val_loss")
     identical = all(series(rows, name) == series(other_rows, name) for name in names)
@@ -74,7 +81,7 @@ def in_words(comparison):
 
 
 def bits(args, folder):
-    """Run each layout twice, and resume the second run; print three comparisons for each layout."""
+    """Run each layout twice, and resume the second run; print and yield three comparisons."""
     norm = None
     for layout in dict.fromkeys(["01", *(args.layouts or LAYOUTS)]):
         first, second = (train(layout, folder / f"{layout}-{turn}") for turn in ("first", "second"))

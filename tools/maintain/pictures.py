@@ -40,7 +40,7 @@ ARROW = (
 
 
 class Picture:
-    """Hold an SVG picture of `width` × `height` pixels; a screen reader reads its `title`."""
+    """Build an SVG picture of `width` × `height` pixels, with a `title` for screen readers."""
 
     def __init__(self, height, title, width=WIDTH):
         self.height = height
@@ -54,7 +54,7 @@ class Picture:
         self.box(0, 0, width, height, color="paper", line=False)
 
     def text(self, x, y, text, style="", anchor="middle"):
-        """Write the lines of a text at (x, y), centered vertically."""
+        """Add the lines of a text at (x, y); center the lines vertically on y."""
         lines = text.splitlines()
         for number, line in enumerate(lines):
             top = y + LINE * (number - (len(lines) - 1) / 2)
@@ -62,7 +62,7 @@ class Picture:
             self.parts.append(f"{tag}{escape(line)}</text>")
 
     def box(self, x, y, width, height, text="", color="idle", style="", line=True):
-        """Add a filled rectangle with a text in its middle."""
+        """Add a filled rectangle with the top left corner (x, y), and a text in its middle."""
         border = ' stroke="var(--line)"' if line else ""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
@@ -77,7 +77,7 @@ class Picture:
         self.parts.append(f'<path d="{path}" class="{style}"{end}/>')
 
     def axes(self, x_label, y_label, x_most, y_least, y_most, every=0):
-        """Add an x-axis and a y-axis; return a function from values (x, y) to a position in pixels.
+        """Add two axes; return a function that converts values (x, y) to a position in pixels.
 
         With `every`, also label the integers on the y-axis, and the multiples of `every` on the
         x-axis.
@@ -110,7 +110,7 @@ class Picture:
 
 
 def width_of(text):
-    """Estimate the width in pixels of the longest line of a text, for a wide font."""
+    """Return an estimate of the width of a text's longest line, in pixels, for a wide font."""
     return max(8.6 * len(line) for line in text.splitlines())
 
 
@@ -120,16 +120,17 @@ def height_of(text):
 
 
 def between(start, end):
-    """Return the ends of an arrow from the edge of the box `start` to the edge of the box `end`.
+    """Return two points (x, y): the start and the end of an arrow between the edges of two boxes.
 
-    A box is (x, y, half width, half height), and its center is at (x, y).
+    A box is (x, y, half width, half height), and the center of the box is at (x, y).
     """
     (x, y, width, height), (end_x, end_y, end_width, end_height) = start, end
     if y == end_y:
         side = math.copysign(1, end_x - x)
         return (x + side * width, y), (end_x - side * end_width, y)
     if abs(x - end_x) < max(width, end_width) - 12:
-        # The wider box reaches over the middle of the other box, so the arrow is vertical.
+        # The wider box spans the center of the narrower box, so add a vertical arrow through this
+        # center.
         x = end_x = x if width < end_width else end_x
     side = math.copysign(1, end_y - y)
     return (x, y + side * height), (end_x, end_y - side * end_height)
@@ -172,12 +173,12 @@ def flow(name, title, width, boxes, arrows, frames=()):
 
 
 def sequence(name, title, width, heads, steps):
-    """Write a picture of the messages in `steps`, from top to bottom, between processes.
+    """Write a picture to `name`.svg: the messages between processes, from top to bottom.
 
     The comment at the top of pictures.yaml describes the values of `heads` and `steps`.
     """
     top = 24 + max(height_of(text) for *_, text in heads)
-    # Each step has a box or a message, and a gap below.
+    # These are the gaps in pixels below each step, which is a box or a message.
     gaps = [14 if where.isdecimal() else 10 for where, _ in steps]
     bottom = top + sum(gaps) + sum(height_of(text) for _, text in steps)
     picture = Picture(bottom, title, width)
@@ -202,7 +203,7 @@ def sequence(name, title, width, heads, steps):
 
 
 def results(name):
-    """Return the parsed content of a JSON file of measurements."""
+    """Return the parsed content of the file `name`.json in benchmarks/results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -228,7 +229,7 @@ def killed_run():
 
 # ---- 02 --------------------------------------------------------------------------------------
 def two_ranks():
-    """Show one step of two ranks of chapter 02, as the profiler recorded it."""
+    """Show one training step of chapter 02 on two ranks, as the profiler recorded the step."""
     ranks = results("step")["ranks"]
     picture = Picture(270, "One step of two ranks: buckets are sent while the backward pass runs")
     starts = [span[0] for spans in ranks for parts in spans.values() for span in parts]
@@ -264,10 +265,9 @@ def two_ranks():
 
 
 def ring_rounds(ranks):
-    """Count the ranks whose values each piece on each rank contains, after each round.
+    """Simulate a ring all-reduce; return a list with an entry for the start and for each round.
 
-    The result has an entry for the start and for each round of a ring all-reduce.
-    `entry[rank][piece]` is the count.
+    `entry[rank][piece]` is the number of ranks whose values this rank has added up in this piece.
     """
     rounds = [[[1] * ranks for _ in range(ranks)]]
     for number in range(2 * (ranks - 1)):
@@ -284,7 +284,7 @@ def ring_rounds(ranks):
 
 
 def ring():
-    """Show the pieces of each of four ranks after each round of a ring all-reduce."""
+    """Show the pieces of four ranks at the start and after each round of a ring all-reduce."""
     picture = Picture(464, "A ring all-reduce of four ranks takes three rounds, and three more")
     size, rounds = 30, ring_rounds(4)
     for number, (before, held) in enumerate(pairwise([rounds[0], *rounds])):
@@ -309,10 +309,10 @@ def ring():
 
 # ---- 04 --------------------------------------------------------------------------------------
 def held_parts(ranks, ranks_per_node):
-    """Return the bytes per weight that each of `ranks` ranks holds, for each kind of sharding.
+    """Return the memory that one of `ranks` ranks needs under each kind of sharding.
 
-    A kind has a list of pairs: the color of a part, such as the gradients, and the part's bytes per
-    weight.
+    The result has a list of pairs for each kind. A pair is the color of a part of the memory, such
+    as the gradients, and the bytes per weight of this part.
     """
 
     def copy(size):
@@ -324,7 +324,7 @@ def held_parts(ranks, ranks_per_node):
 
 
 def held_bytes():
-    """Show how many GB of a model with 8 billion weights each of 16 GPUs holds, by sharding."""
+    """Show the memory that a model of 8 billion weights needs on each of 16 GPUs, by sharding."""
     # Count weights in billions, so that the products with bytes per weight are in GB.
     weights = 8
     picture = Picture(284, "DDP holds everything on each device; sharding divides it")
@@ -343,7 +343,7 @@ def held_bytes():
 
 
 def gathered_layers():
-    """Show when a device has all weights of each of four layers, in ZeRO-2 and in ZeRO-3."""
+    """Show when a device holds each of four layers in full, with ZeRO-2 and with ZeRO-3."""
     turns = [("F", n) for n in range(1, 5)] + [("B", n) for n in range(4, 0, -1)]
     picture = Picture(420, "ZeRO-3 holds a layer while it is computed; ZeRO-2 from its forward on")
     for number, name in enumerate(("ZeRO-3", "ZeRO-2")):
@@ -378,10 +378,10 @@ class History(Recorder):
 
 
 def live_bytes(recompute):
-    """Return a list of the live bytes after each operation of a training step, without weights.
+    """Return a list of the live bytes, without weights, during a training step.
 
-    The model has eight layers. With `recompute`, each layer recomputes its activations in the
-    backward pass.
+    The list has a number for each operation that creates a tensor. The model has eight layers. With
+    `recompute`, each layer recomputes its activations in the backward pass.
     """
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
     model = LlamaModel(LlamaConfig(num_hidden_layers=8, vocab_size=64, use_cache=False, **sizes))
@@ -417,10 +417,10 @@ def kept_activations():
 
 # ---- 07 --------------------------------------------------------------------------------------
 def turns_of(schedule, ranks, micro_batches):
-    """Return the pass that each pipeline rank runs in each turn of a schedule.
+    """Return a dictionary of the passes that the pipeline ranks run in the turns of a schedule.
 
-    The keys are (rank, turn). The value "F1" is the forward pass of micro-batch 1, and "B1" is its
-    backward pass.
+    The keys are (rank, turn). A rank has no key for an idle turn. The value "F1" is the forward
+    pass of micro-batch 1, and "B1" is its backward pass.
     """
     turns = {}
     for rank in range(ranks):
@@ -431,14 +431,15 @@ def turns_of(schedule, ranks, micro_batches):
             forward, backward = rank + n, micro_batches + ranks - 1 + later_ranks + n
             if schedule == "1f1b":
                 backward = ranks - 1 + later_ranks + 2 * n
-                # After its first forward passes, a rank alternates forward and backward passes.
+                # After `later_ranks + 1` forward passes, a rank alternates backward and forward
+                # passes.
                 forward = rank - 1 + 2 * n if n > later_ranks + 1 else forward
             turns |= {(rank, forward): f"F{n}", (rank, backward): f"B{n}"}
     return turns
 
 
 def schedule(name, ranks=3, micro_batches=4):
-    """Show which pass each pipeline rank runs in each turn of the schedule `name`.
+    """Show the pass that each pipeline rank runs in each turn of the schedule `name`.
 
     For each rank, also show the largest number of micro-batches whose activations it keeps.
     """
@@ -466,7 +467,7 @@ def schedule(name, ranks=3, micro_batches=4):
 
 # ---- 08 --------------------------------------------------------------------------------------
 def context():
-    """Show how four context-parallel ranks share the work of attention, with gather and Ulysses."""
+    """Show how four context-parallel ranks share the work of attention: gather and Ulysses."""
     picture = Picture(610, "Gather: all keys for some queries. Ulysses: all tokens of some heads")
     size = 26
     picture.text(20, 22, "gather: each rank attends from its tokens", "bold", "start")
@@ -497,14 +498,15 @@ def context():
 
 # ---- 09 --------------------------------------------------------------------------------------
 def experts():
-    """Show the path of token 0 to its two experts and back, for eight experts on four ranks."""
+    """Show the path of token 0 to two of eight experts, which four ranks share, and back."""
     # Sample random scores in place of a router, which gives each token a score for each expert.
     scores = 4 * torch.rand(8, 8, generator=torch.Generator().manual_seed(5))
     best, chosen = scores.topk(2)
     weights = best.softmax(1)
     tokens, middle, results = 78, 212, 346
     picture = Picture(452, "A token travels to its two experts on other ranks, and back")
-    # Each rank has two tokens and two experts, and their boxes begin at these x positions.
+    # Each rank has two tokens and two experts. The boxes of token N and of expert N begin at the x
+    # position lefts[N].
     lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
     for number, left in enumerate(lefts):
         rank = number // 2
@@ -533,7 +535,7 @@ def experts():
 
 # ---- related topics --------------------------------------------------------------------------
 def muon_exchange():
-    """Show how two ranks exchange shards for full matrices, and exchange the updates back."""
+    """Show how two ranks exchange shards to get full matrices, and return shards of updates."""
     picture = Picture(290, "Each rank gets two full matrices, and returns their shards")
     names = ("shards of the momentum", "full matrices", "shards of the update")
     for number, name in enumerate(names):
@@ -541,7 +543,7 @@ def muon_exchange():
         picture.text(left + 74, 20, name, "bold small")
         for matrix, half in product(range(4), range(2)):
             # In the middle of the picture, a rank has both halves of two matrices. On the left and
-            # on the right, it has one half of each matrix.
+            # on the right, a rank has one half of each of the four matrices.
             rank, row, height = (matrix // 2, half, 30) if number == 1 else (half, matrix // 2, 38)
             x, y = left + 74 * (matrix % 2), 58 + 112 * rank + height * row
             text, color = f"{'ABCD'[matrix]} {('top', 'bottom')[half]}", COLORS[matrix]

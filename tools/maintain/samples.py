@@ -31,16 +31,18 @@ PRACTICE = "the cluster to practice on"
 
 
 def run(block, folder, timeout=None, typed=""):
-    """Run a block in a folder with links to the repository; return its exit status and its output.
+    """Run a block in a folder with links to the repository; return the exit status and output.
 
     `typed` is the text that the block reads from standard input.
     """
     for path in ROOT.iterdir():
         if path.name not in ("outputs", ".git"):
             Path(folder, path.name).symlink_to(path)
-    # Keep make from installing the environment again, and bash from failing if files differ.
+    # Keep make from installing the environment again, and keep bash from ending the block if `diff`
+    # finds differences.
     text = re.sub(r"^make ", "make -o install ", re.sub(r"^diff ", "! diff ", block.text))
-    # Drop the variables of make, because a make inside of a make would print the names of folders.
+    # Drop make's environment variables, because they let a make inside of a make print the names of
+    # folders.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
@@ -57,13 +59,13 @@ def run(block, folder, timeout=None, typed=""):
 
 
 def practise(folder, timeout=None):
-    """Start the practice cluster, and type the guide's blocks for this cluster into its shell.
+    """Start the practice cluster, and run the guide's blocks for this cluster in its shell.
 
-    The cluster needs root. Return the exit status, and the output of the shell.
+    The cluster needs root. Return the exit status of `make cluster`, and the output of the shell.
     """
     text = "".join(block.text for block in commands() if block.needs.startswith(PRACTICE))
     status, output = run(Block("practice", "bash", "make cluster"), folder, timeout, text)
-    # `make cluster` prints this line before it opens the shell.
+    # `make cluster` prints this line before it opens the shell, so keep only the text after it.
     _, last_line, shell = output.partition("ends the cluster and everything that runs on it.\n")
     assert last_line, output
     return status, shell

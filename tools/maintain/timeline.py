@@ -16,7 +16,7 @@ from where import select
 
 
 def spans_of(trace):
-    """Return the parts of the last step in a rank's trace, such as the forward pass, by name.
+    """Return the parts of a rank's last step, such as the forward pass, by name.
 
     A part has a list of pairs: the start and the length of a span of time in ms.
     """
@@ -36,8 +36,8 @@ def spans_of(trace):
     nodes = spans("cpu_op", "autograd::engine::evaluate_function")
     first, last = min(start for start, _ in nodes), max(map(sum, nodes))
     found["backward"] = [(first, last - first)]
-    # End each all-reduce when the step uses the result, because Gloo's thread records the end too
-    # late.
+    # End each all-reduce at the latest when clipping starts, because clipping uses the result, and
+    # Gloo's thread records the end too late.
     used = min(start for start, _ in found["clip and step"])
     sums = spans("user_annotation", "gloo:all_reduce")
     found["all-reduce"] = [(start, min(length, used - start)) for start, length in sums]

@@ -6,14 +6,14 @@ import yaml
 
 from training_step import fail
 
-# A framework's file can express only these values of the flags.
+# For these flags, a framework's configuration file can express only the values in SUPPORTED.
 SPLITS = ("tensor", "pipeline", "context", "expert")
 SUPPORTED = {f"{name}_parallel_size": [1] for name in SPLITS}
 SUPPORTED |= {"replicas": [1], "recompute": ["none", "full"]}
 
 
 def config_text(args):
-    """Return a framework's configuration file as text; exit if it cannot express the setting."""
+    """Return the text of a framework's file; exit if the file cannot express the setting."""
     framework, _ = args.write_config
     flags, supported = f"--write-config {framework}", SUPPORTED
     if framework not in WRITERS:
@@ -44,8 +44,8 @@ def deepspeed(args):
         "zero_optimization": {"stage": stage},
     }
     if args.weights_dtype == "bf16":
-        # Add up gradients in fp32. DeepSpeed's optimizer also keeps an fp32 copy of the bf16
-        # weights.
+        # Keep the weights in bf16, but add up their gradients in fp32. DeepSpeed's optimizer also
+        # keeps a copy of the weights in fp32.
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif args.precision == "bf16":
@@ -66,7 +66,10 @@ def deepspeed(args):
 
 
 def accelerate(args):
-    """Return Accelerate's configuration file, in YAML: DDP for chapter 02, otherwise FSDP2."""
+    """Return the text of Accelerate's configuration file, in YAML.
+
+    The file selects DDP for chapter 02, and FSDP2 for later chapters.
+    """
     config = {"compute_environment": "LOCAL_MACHINE"}
     # Use MULTI_GPU on CPUs, too, because MULTI_CPU would start only one process.
     config["distributed_type"] = "MULTI_GPU" if args.chapter == "02" else "FSDP"

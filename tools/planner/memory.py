@@ -16,19 +16,19 @@ from setting import (
 )
 from training_step import stages_of
 
-# The run on fake tensors measures these parts of a GPU's memory.
+# activations.py measures these parts of a GPU's memory in a run on fake tensors.
 TRACED_PARTS = ["activations", "logits"]
-# PARTS lists all parts of a GPU's memory, from parts that always exist to short-lived parts.
+# A plan shows the parts of a GPU's memory in this order.
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
 PARTS += TRACED_PARTS
 PARTS += ["communication"]
 
 
 def fullest_step(setting):
-    """Simulate a step on each rank of a pipeline; return the step that needs the most memory."""
+    """Return the StepMemory of the pipeline rank whose simulated step needs the most memory."""
     step_class = class_of(setting)
-    # Simulate only the first of the ranks with equal stages, because this rank keeps the most
-    # activations.
+    # If several ranks have stages with the same number of layers and the same other weights,
+    # simulate only the first of these ranks, because no later rank keeps more activations.
     different = {}
     for rank, stage in enumerate(stages_of(setting)):
         different.setdefault((len(stage.layers), tuple(stage.root)), rank)
@@ -39,13 +39,17 @@ def fullest_step(setting):
 
 
 def class_of(setting):
-    """Return the class that simulates a step of a setting."""
+    """Return the class that simulates a training step with the given setting."""
     sharded = PipelineMemory if setting.pipeline_parallel_size > 1 else ShardedMemory
     return StepMemory if setting.chapter == "02" else sharded
 
 
 def least_bytes(setting):
-    """Return a lower bound of a step's peak: the bytes on rank 0 when its last layer starts."""
+    """Return a lower bound of the peak of a step on rank 0, in bytes.
+
+    Count only parts that are known without a simulation, such as the activations that exist when
+    the last layer starts.
+    """
     step = class_of(setting)(setting, 0)
     step.enter(segment_of(step.depth), step.depth)
     on_gpu = 0 if setting.cpu_offload else step.state["parameters"] + step.state["optimizer state"]
@@ -53,11 +57,12 @@ def least_bytes(setting):
 
 
 def state_bytes(model, setting):
-    """Return the bytes of a rank's shards of a Model's weights, gradients and optimizer state.
+    """Return the bytes of the weights, the gradients and the optimizer state that one rank holds.
 
-    AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor. With
-    LoRA, only the adapters have gradients and moments. Adapters, gradients and moments are then in
-    float32. Muon keeps one moment for each matrix of a layer, and no counter.
+    For each weight tensor, AdamW keeps two moments of the same size and a step counter of 4 bytes.
+    With LoRA, only the adapters have gradients and moments. Adapters, gradients and moments are
+    then in float32. With Muon, the matrices and the experts in the layers have only one moment, and
+    no counter.
     """
     weights = shard_numbers(model.shapes, setting) * setting.weight_bytes
     trained, shapes = weights, model.shapes
@@ -73,18 +78,19 @@ def state_bytes(model, setting):
 
 
 class StepMemory:
-    """Count the bytes of a training step on one rank.
+    """Count the bytes that are in memory during a training step on one rank.
 
     After simulate(), `most` has the bytes of each part at the peak, and `when` names the moment of
     the peak.
 
-    This class models chapters 02 and 03, which use DDP and autocast. DDP's gradient buckets last
-    for the entire run, and every micro-step adds gradients to the buckets.
+    This class models chapters 02 and 03, which use DDP. DDP's gradient buckets exist during the
+    entire run, and every micro-step adds its gradients to the buckets.
     """
 
     # Only the last stage of a pipeline has the head. Without a pipeline, each rank has the head.
     has_head = True
-    # The rank keeps the activations of this number of other micro-batches at the same time.
+    # While the rank computes one micro-batch, it also keeps the activations of this number of other
+    # micro-batches.
     other_micro_batches = 0
 
     def __init__(self, setting, rank):
@@ -103,11 +109,12 @@ class StepMemory:
         self.micro_step()
 
     def micro_step(self):
-        """Simulate a micro-step in the order of FSDP's code; under DDP, the gathers do nothing.
+        """Simulate a micro-step in the order of FSDP's code.
 
-        The weights form groups: group N is layer N, and group 0 is the root, which has all weights
-        outside of the layers. If ranks have different experts, the experts of layer N are group
-        depth + N, which FSDP gathers and reduces apart from the layer's other weights.
+        Under DDP, the methods that gather and reduce do nothing. The weights form groups: group N
+        is layer N, and group 0 is the root, which has all weights outside of the layers. If FSDP
+        gathers the experts of layer N apart from the layer's other weights, these experts are group
+        `depth + N`.
         """
         self.gather(0)
         self.use(0)
@@ -140,7 +147,7 @@ class StepMemory:
     use = free = reduce = add_gradients = gather
 
     def shapes(self, group):
-        """Return the shapes of the weights that FSDP gathers together, as a group."""
+        """Return the shapes of the weights in a group, which FSDP gathers together."""
         if not group:
             return self.model.root
         shapes = self.model.layers[(group - 1) % self.depth]
@@ -150,7 +157,10 @@ class StepMemory:
         return [shape for shape in shapes if isinstance(shape, ExpertShape) == is_expert]
 
     def groups_of(self, layer):
-        """Return the numbers of a layer's groups: one, or two if the experts are a group, too."""
+        """Return a list with the numbers of the groups that contain the weights of a layer.
+
+        The list has two groups if FSDP gathers the layer's experts apart from its other weights.
+        """
         experts = self.depth + layer
         has_experts = self.setting.has_expert_groups and len(self.shapes(experts)) > 0
         return [layer, experts] if has_experts else [layer]
@@ -173,17 +183,17 @@ class StepMemory:
 
         The `temporary` bytes exist only at this moment.
         """
-        # Compare only the totals at first. Adding the two counters is slow, and few moments are a
+        # First compare only the totals, because adding two Counters is slow, and few moments are a
         # new peak.
         total = sum(self.held.values()) + sum(temporary.values())
         if total > self.peak:
             self.peak, self.when, self.most = total, when, self.held + Counter(temporary)
 
     def enter(self, name, number):
-        """Hold the activations that exist when the segment `name` starts in layer `number`.
+        """Update `held` with the activations and logits that exist when the segment `name` starts.
 
-        The run on fake tensors has two layers. Each further layer keeps the same number of bytes as
-        layer 2.
+        The segment is part of layer `number`. The run on fake tensors has at most two layers, so
+        assume that each further layer keeps the same number of bytes as the last traced layer.
         """
         layers_in_trace = self.traced_depth if "head" in name else min(2, number)
         untraced_layers = number - layers_in_trace
@@ -195,10 +205,11 @@ class StepMemory:
             self.held[kind] += int(self.other_micro_batches * per_micro_batch)
 
     def compute(self, when, name):
-        """Update the step's peak with the peak of the segment `name`."""
+        """Update the step's peak if the segment `name` has a higher peak."""
         start, most = self.segments[name].start, self.segments[name].most
         temporary = {kind: most[kind] - start[kind] for kind in TRACED_PARTS}
-        # Leave out traced gradients under LoRA, because only the small adapters have gradients.
+        # Under LoRA, leave out the traced gradients, because these are only the gradients of the
+        # small adapters.
         if not self.setting.lora_rank:
             temporary["full gradients"] = most["gradients"] - start["gradients"]
         self.update_peak(when, **temporary)
@@ -224,8 +235,8 @@ class StepMemory:
     def backward(self, group):
         when = f"backward of layer {group}" if group else "backward of the embedding"
         self.compute(when, f"{segment_of(group)} backward")
-        # Begin a segment here, because the gradients of a layer's experts are complete before the
-        # gradients of the layer's other weights.
+        # If chapter 09 splits the experts, the trace has this segment, which begins when the
+        # gradients of the layer's experts are complete.
         after_experts = f"{segment_of(group)} backward after experts"
         if after_experts in self.segments:
             self.enter(after_experts, group)
@@ -243,13 +254,16 @@ class StepMemory:
             self.add_gradients(self.gradients_of(0) - self.head_gradients)
 
     def gradients_of(self, group):
-        """Return the bytes of a group's gradients, in the type that the backward pass produces."""
+        """Return the bytes of a group's gradients in the type that the backward pass computes."""
         size = 4 if self.setting.autocast else self.setting.compute_bytes
         return local_numbers(self.trained_shapes(group), self.setting) * size
 
 
 def segment_of(group):
-    """Return the name of the traced segment that stands for the forward pass of a group."""
+    """Return the name of the traced segment that has the memory of a group's forward pass.
+
+    The trace has at most two layers, so its layer 2 stands for all later layers.
+    """
     return f"layer {min(2, group)}" if group else "embedding"
 
 
@@ -263,7 +277,7 @@ class ShardedMemory(StepMemory):
     micro_steps = 2
 
     def simulate(self):
-        """Simulate the first micro-step and, if the step has several, the second micro-step.
+        """Simulate the first `micro_steps` micro-steps, or all micro-steps if the step has fewer.
 
         When the second micro-step starts, the gradient shards of the first micro-step already use
         memory.
@@ -302,7 +316,7 @@ class ShardedMemory(StepMemory):
         self.gather_buffers[group] = output
 
     def use(self, group):
-        """Wait for the all-gather of a group, and copy the gathered weights out of the buffer."""
+        """Complete a group's all-gather: copy the gathered weights out of the output buffer."""
         if group in self.gathered:
             return
         self.gather(group)
@@ -311,8 +325,8 @@ class ShardedMemory(StepMemory):
         self.update_peak(f"copy of {self.name_of(group)}")
         output = self.gather_buffers.pop(group)
         if self.is_forward:
-            # Free the previous group's buffer only now, because FSDP keeps it until it has launched
-            # the copy of this group's weights.
+            # Free the buffer of the previously gathered group only now, because FSDP keeps this
+            # buffer until the copy of the current group's weights has been launched.
             self.held["communication"] -= self.last_gather_buffer
             self.last_gather_buffer = output
         else:
@@ -332,7 +346,8 @@ class ShardedMemory(StepMemory):
         return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
     def head(self):
-        # FSDP frees the last output buffer when the model's forward pass ends, before the loss.
+        # FSDP frees the output buffer of the last all-gather when the model's forward pass ends,
+        # before the script computes the loss.
         self.held["communication"] -= self.last_gather_buffer
         self.is_forward = False
         super().head()
@@ -349,21 +364,24 @@ class ShardedMemory(StepMemory):
         self.update_peak(when)
         self.held["full gradients"] -= self.gradients_of(group)
         shard = shard_numbers(self.trained_shapes(group), setting) * size
-        # Without GPUs, Gloo reduces in a second buffer of the same size as the input.
+        # Without GPUs, Gloo reduces in a second buffer of the same size as the input, unless there
+        # is only one shard.
         uses_gloo = not setting.cuda and setting.shards > 1
         gloo_copy = self.reduce_buffer if uses_gloo else 0
         self.update_peak(when, communication=shard + gloo_copy)
-        # Later micro-steps add to the gradient shards of the first micro-step.
+        # Only the first micro-step allocates gradient shards, because later micro-steps add their
+        # gradients to these shards.
         if self.adds_shards:
             self.held["gradients"] += shard
 
 
 class PipelineMemory(ShardedMemory):
-    """Count the bytes of a pipeline rank, which gathers weights and reduces gradients once a step.
+    """Count the bytes of a step on a pipeline rank.
 
-    Simulate one micro-batch at the moment when the rank keeps the activations of the most other
-    micro-batches. The rank then also keeps the summed gradients. Each micro-batch has its own
-    receive buffers: see torch/distributed/pipelining/stage.py.
+    In each step, the rank gathers weights once, and reduces gradients once. Simulate one
+    micro-batch at the moment when the rank keeps the activations of the largest number of
+    micro-batches. At this moment, the rank also keeps the summed gradients. Each micro-batch has
+    its own receive buffers: see torch/distributed/pipelining/stage.py.
     """
 
     micro_steps = 1
@@ -385,7 +403,7 @@ class PipelineMemory(ShardedMemory):
         self.held["full gradients"] = gradients * setting.weight_bytes
 
     def reduce(self, group):
-        """Add a group's gradients to the sums, which the rank reduces when the step ends."""
+        """Free a group's gradients, because the rank has added them to its summed gradients."""
         self.held["full gradients"] -= self.gradients_of(group)
 
 
@@ -393,10 +411,11 @@ def host_memory(setting, part):
     """Return the bytes of each part of a node's CPU memory at the peak, and the phase of the peak.
 
     `part` is the Model of one rank. At the start, each rank of chapters 02 to 04 builds the entire
-    model in CPU memory. From chapter 05 on, a rank builds the root and one layer at a time. Tensors
-    that are offloaded from a GPU are in pinned memory. torch rounds the size of each pinned tensor
-    up to a power of two: see CachingHostAllocator.h. A normal save copies tensors to pinned memory
-    before it writes them, but a save in the background does not: see _state_dict_stager.py.
+    model in CPU memory. From chapter 05 on, a rank builds only the weights outside of the layers
+    and one layer at a time. Offloaded weights and gradients are in pinned memory. torch rounds the
+    size of each pinned tensor up to a power of two: see CachingHostAllocator.h. Before DCP writes
+    tensors of a GPU, it copies the tensors to pinned memory or, with --checkpoint-async, to memory
+    that is not pinned: see _state_dict_stager.py.
     """
     # Without GPUs, all tensors are in CPU memory, and the simulated step already counts them.
     if not setting.cuda:

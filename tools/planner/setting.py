@@ -9,10 +9,10 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-# The settings that the planner compares differ in these flags. The values are the defaults.
+# Before setting_of() applies `changes`, it resets these flags to their defaults.
 FLAG_DEFAULTS = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
-# Each flag has the first chapter that accepts it, and a value: earlier chapters train as if the
-# flag had this value.
+# Each key is a flag. Its entry has the first chapter that accepts the flag, and a value: earlier
+# chapters train as if the flag had this value.
 ADDED_BY = {
     "reshard_after_forward": ("04", True),
     "replicas": ("04", 1),
@@ -28,15 +28,15 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class UnsupportedModelError(Exception):
-    """Report that a chapter cannot train the model, with the error line of the chapter."""
+    """Report that a chapter or the planner does not support a model."""
 
 
 class Model:
     """Hold the shapes of a model's weights.
 
-    Each layer has a list with the shapes of its weights. `root` has the shapes of the weights
-    outside of the layers, which FSDP shards as one group. `built` is the model itself; it is on the
-    meta device, so its weights use no memory.
+    `layers` has a list for each layer, with the shapes of the layer's weights. `root` has the
+    shapes of the weights outside of the layers, which FSDP shards as one group. `built` is None, or
+    the model itself on the meta device, where weights use no memory.
     """
 
     def __init__(self, config, layers, root, built=None):
@@ -46,13 +46,13 @@ class Model:
 
     @property
     def has_other_layers(self):
-        """Return whether some layers lack attention, as the layers of Mamba do."""
+        """Return whether the planner's formulas do not cover some layers, such as Mamba's."""
         has_heads = getattr(self.config, "num_attention_heads", None)
         return not has_heads or bool(kinds_of_layers(self.config) - ATTENTION)
 
 
 def kinds_of_layers(config):
-    """Return the kinds of layers in the list `layer_types`, which most families of models lack."""
+    """Return the set of kinds in the configuration's list `layer_types`, or an empty set."""
     return set(getattr(config, "layer_types", None) or [])
 
 
@@ -76,14 +76,17 @@ def numbers(shapes):
 
 
 def local_numbers(shapes, setting):
-    """Count the elements of weights that a rank gathers; leave out the experts of other ranks."""
+    """Return the number of elements in the weights that a rank gathers.
+
+    Leave out the experts of other ranks.
+    """
     experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
     others = numbers(shapes) - numbers(experts)
     return others + numbers(experts) // setting.expert_parallel_size
 
 
 def shard_numbers(shapes, setting):
-    """Return the number of elements in rank 0's shards of tensors of the given shapes.
+    """Return the number of elements in rank 0's shards, given the shapes of the full tensors.
 
     FSDP2 cuts the first dimension into chunks of the same size, rounded up. It pads all shards to
     this size for communication: see torch.chunk and _get_dim0_padded_size.
@@ -102,15 +105,15 @@ def padded_numbers(shapes, setting, least_shards=1):
 
 @functools.cache
 def shards_of(shapes, num_shards, num_expert_shards, expert_ranks):
-    """Return the number of elements in a rank's shards, by the number of shards per tensor."""
+    """Return a Counter of the elements in rank 0's shards, by the number of shards of a tensor."""
     found = Counter()
     for shape in shapes:
         is_expert, rows, columns = isinstance(shape, ExpertShape), shape[0], math.prod(shape[1:])
         count = num_expert_shards if is_expert else num_shards
         local_rows = rows // expert_ranks if is_expert else rows
         elements = -(-local_rows // count) * columns
-        # placement_of() in chapter 04 shards the columns if the number of experts is not a multiple
-        # of the number of shards.
+        # If the number of columns is divisible by the number of shards, but the number of experts
+        # is not, placement_of() in chapter 04 shards the columns.
         if len(shape) == 3 and local_rows % count and shape[2] % count == 0:
             elements = local_rows * columns // count
         found[count] += elements
@@ -146,16 +149,16 @@ def power_of_two(number):
 class Setting(SimpleNamespace):
     """Hold the arguments of a plan: the machines, and the arguments of the training script.
 
-    The functions of the chapters' scripts accept a Setting in place of their arguments.
+    The functions of the chapters' scripts accept a Setting as their parameter `args`.
     """
 
     def changed(self, **changes):
-        """Return a Setting with different values of some arguments."""
+        """Return a copy of this Setting with the given arguments in place of its own."""
         return Setting(**(self.__dict__ | changes))
 
     @property
     def shards(self):
-        """Return the number of FSDP shards of each weight, which is 1 under DDP."""
+        """Return the number of FSDP shards of a weight outside of experts, which is 1 under DDP."""
         ranks_per_copy = self.replicas * self.tensor_parallel_size * self.pipeline_parallel_size
         return 1 if self.chapter == "02" else self.ranks // ranks_per_copy
 
@@ -163,14 +166,14 @@ class Setting(SimpleNamespace):
     def expert_shards(self):
         """Return the number of FSDP shards of the experts that a rank gathers.
 
-        In chapter 09, the ranks of a tensor-parallel group hold different shards, too.
+        In chapter 09, the ranks of a tensor-parallel group also hold different shards of experts.
         """
         tp_size = self.tensor_parallel_size if self.chapter == "09" else 1
         return self.shards * tp_size // self.expert_parallel_size
 
     @property
     def sharding(self):
-        """Return three numbers: shards of a weight, shards of an expert weight, and expert ranks.
+        """Return three numbers: shards of a plain weight, shards of an expert, and expert ranks.
 
         Expert ranks are the ranks that share the experts of a layer.
         """
@@ -193,9 +196,10 @@ class Setting(SimpleNamespace):
 
     @property
     def weight_bytes(self):
-        """Return the bytes of one element of a weight shard, or of a gradient during its reduction.
+        """Return the bytes of one element of a weight shard.
 
-        Under LoRA, the shards of frozen weights have the type of the gathered weights.
+        Without LoRA, FSDP reduces gradients in the same type. With LoRA, the shards of frozen
+        weights have the type of the gathered weights.
         """
         if self.lora_rank:
             return self.compute_bytes
@@ -203,27 +207,30 @@ class Setting(SimpleNamespace):
 
     @property
     def compute_bytes(self):
-        """Return the bytes of one element of a gathered weight, or of its gradient."""
+        """Return the bytes of one element of the type that the layers compute with.
+
+        If FSDP gathers weights, the gathered weights and their gradients also have this type.
+        """
         return 2 if self.precision == "bf16" else 4
 
     @property
     def autocast(self):
-        """Return whether autocast casts float32 weights to a shorter type for each operation."""
+        """Return whether autocast computes in bf16, with weights in float32, as in chapter 02."""
         return self.chapter == "02" and self.compute_bytes < self.weight_bytes
 
 
 def setting_of(args, chapter, changes=None):
-    """Return the Setting of the arguments `args` in a chapter.
+    """Return a Setting that has the arguments `args` for a chapter.
 
     With `changes`, first reset the flags in FLAG_DEFAULTS to their defaults, and then apply
     `changes`.
     """
-    # Plan chapter 03 as chapter 02, which trains in the same way.
+    # Plan chapter 03 as chapter 02, because both chapters train in the same way.
     chapter = "02" if chapter == "03" else chapter
     values = args.__dict__ | {"chapter": chapter}
     if changes is not None:
         values |= FLAG_DEFAULTS | changes
-    # Turn these flags off, because planning needs only shapes.
+    # Turn these flags off, because the planner loads no weights and compiles no code.
     values |= {"pretrained": False, "compile": False}
     for name, (first_chapter, value) in ADDED_BY.items():
         if chapter < first_chapter:
@@ -234,7 +241,11 @@ def setting_of(args, chapter, changes=None):
 
 
 def in_flight(schedule, rank, ranks, micro_batches):
-    """Return the number of micro-batches whose activations a rank keeps at the same time."""
+    """Return the largest number of micro-batches whose activations a rank keeps at one time.
+
+    With interleaved-1f1b, a rank may keep the activations of only one of its two stages, which
+    count as half a micro-batch.
+    """
     limits = {"gpipe": micro_batches, "1f1b": ranks - rank}
     return min(micro_batches, limits.get(schedule, (3 * ranks - 1) / 2 - rank))
 
@@ -245,6 +256,6 @@ def stages_per_rank(schedule):
 
 
 def bubble(schedule, ranks, micro_batches):
-    """Return the idle share of a pipeline rank's step, by the formula in chapter 07's README."""
+    """Return the share of a step that a pipeline rank is idle, by the formula in chapter 07."""
     turns = stages_per_rank(schedule) * micro_batches
     return (ranks - 1) / (turns + ranks - 1)
