@@ -261,16 +261,18 @@ def checksum(weights):
 def shard_of(weights):
     """Return a text that names this rank's shard of the weights, or "whole" without shards.
 
-    If all ranks train the same layers, ranks with the same text are replicas.
+    Ranks with the same text are replicas. The text has the first rank of the weights' mesh, because
+    each stage of a pipeline has a mesh of its own, and different layers.
     """
     parts = set()
     for weight in weights:
         if mesh := getattr(weight, "device_mesh", None):
+            parts.add(f"mesh from rank {mesh.mesh.min().item()}")
             coordinate = mesh.get_coordinate()
             for dimension, placement in enumerate(weight.placements):
                 if not placement.is_replicate():
                     parts.add(f"{dimension}: {coordinate[dimension]}")
-    return " ".join(sorted(parts)) or "whole"
+    return ", ".join(sorted(parts)) or "whole"
 
 
 # ---- files of this rank ------------------------------------------------------------------------

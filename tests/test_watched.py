@@ -11,7 +11,17 @@ import torch
 import watched
 
 from cluster.cluster import wait_until
-from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail, start_ranks
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    SHORT,
+    difference,
+    metrics,
+    run_command,
+    run_jobs,
+    run_or_fail,
+    start_ranks,
+)
 
 
 def run(folder, script, *args):
@@ -111,6 +121,27 @@ def test_heartbeat_has_steps_checks_and_resources(watched_run):
     rows = metrics(watched_run / "watched")
     means = [sum(pair) / 2 for pair in zip(first[-1]["losses"], second[-1]["losses"], strict=True)]
     assert means == pytest.approx([rows[step]["loss"] for step in (18, 19, 20)], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chapter, ranks, flags, replicas",
+    [
+        ("07", 2, ["--pipeline-parallel-size", 2, "-b", 4], []),
+        ("07", 4, ["--pipeline-parallel-size", 2, "-b", 2, "--replicas", 2], [1]),
+        ("04", 4, ["--replicas", 2], [2]),
+    ],
+)
+def test_only_ranks_with_the_same_layers_and_shards_are_replicas(
+    tmp_path, chapter, ranks, flags, replicas
+):
+    """Check which rank has the same shard as rank 0, if any, and that these ranks have no fault."""
+    words = [SCRIPTS[chapter], *SHORT, "--save-dir", tmp_path, "-e", "run", *flags]
+    run_or_fail(ranks, [(watched.__file__, ["--into", tmp_path, *words])], tmp_path / "jobs")
+    shards = [beat_of(tmp_path, rank)["shard"] for rank in range(ranks)]
+    assert [rank for rank in range(1, ranks) if shards[rank] == shards[0]] == replicas
+    done = run_command(ROOT / "diagnosing-errors/whats_wrong.py", tmp_path)
+    assert "REPLICAS-DIFFER" not in done.stdout, done.stdout
 
 
 @pytest.mark.slow
