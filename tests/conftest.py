@@ -50,8 +50,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    # If a shell script starts pytest with &, pytest and its children ignore SIGINT, which Ctrl-C
-    # sends. The tests send SIGINT to children, so let this process react to the signal again.
+    # If a shell script starts pytest with &, pytest ignores SIGINT, which Ctrl-C sends, and its
+    # children inherit this. The tests send SIGINT to children, so stop ignoring the signal here,
+    # before any child starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Set these variables now, because libraries read them when a test module imports the libraries.
     # Each process gets one thread, libraries download nothing from the hub, and DeepSpeed uses the

@@ -122,12 +122,13 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
     settings = [setting_from(f"{MIXTURE} --expert-parallel-size {size}") for size in (1, 2, 4)]
     one, two, four = (ShardedMemory(setting, 0) for setting in settings)
     assert one.state == two.state == four.state
-    # With expert parallelism, group 4, which is the last layer, leaves out the experts.
+    # Group 4 is the set of the last layer's weights that FSDP gathers together. With expert
+    # parallelism, it has no experts.
     others = numbers(two.shapes(4))
     assert numbers(one.shapes(4)) == others + EXPERTS
     assert [step.gathered_bytes(1) for step in (one, two, four)] == [one.gathered_bytes(1)] * 3
-    # With expert parallelism, the experts of a layer form a separate group, which is group 8 for
-    # layer 4.
+    # With expert parallelism, FSDP gathers the weights of a layer's experts separately. For layer 4,
+    # these weights are group 8.
     assert [step.groups_of(4) for step in (one, two, four)] == [[4], [4, 8], [4, 8]]
     assert two.groups_of(1) == [1]
     gathered = [sum(map(step.gathered_bytes, step.groups_of(4))) for step in (one, two, four)]

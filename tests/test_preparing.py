@@ -119,7 +119,8 @@ FILES = {
     "i.csv": (b'other,text\n1,one\n1,"two\nlines"\n1,\n', TEXTS),
     "j.tsv.gz": (gzip.compress(b'text\tother\none\t1\n"two\nlines"\t1\n\t1\n'), TEXTS),
     "l.csv": (b'text\r\nNA\r\nnull\r\nnan\r\nNone\r\n""\r\n', ["NA", "null", "nan", "None", ""]),
-    # A text that spells the end-of-text token, </s>, does not end its document there.
+    # In a text, the letters </s> stay plain text, although the end-of-text token has the same
+    # spelling.
     "n.txt": (b"<s>1 euro</s>", ["<s>1 euro</s>"]),
 }
 FILES["byte-order-mark.csv"] = (codecs.BOM_UTF8 + FILES["i.csv"][0], TEXTS)

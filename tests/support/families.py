@@ -30,7 +30,8 @@ SIZES = {
     0: "pad_token_id",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-# Small models of these families need these settings in addition to the sizes in SMALL.
+# Small models of these families need these settings, which add to the sizes in SMALL or replace
+# them.
 OWN_SETTINGS = {
     "axk1": {"n_group": 2, "topk_group": 1},
     "codegen": {"n_head": 4},
