@@ -127,8 +127,8 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
     others = numbers(two.shapes(4))
     assert numbers(one.shapes(4)) == others + EXPERTS
     assert [step.gathered_bytes(1) for step in (one, two, four)] == [one.gathered_bytes(1)] * 3
-    # With expert parallelism, FSDP gathers the weights of a layer's experts separately. For layer 4,
-    # these weights are group 8.
+    # With expert parallelism, FSDP gathers the weights of a layer's experts separately. For layer
+    # 4, these weights are group 8.
     assert [step.groups_of(4) for step in (one, two, four)] == [[4], [4, 8], [4, 8]]
     assert two.groups_of(1) == [1]
     gathered = [sum(map(step.gathered_bytes, step.groups_of(4))) for step in (one, two, four)]
